@@ -1,0 +1,1 @@
+"""Train backend on PyTorch FSDP2, Hugging Face native."""

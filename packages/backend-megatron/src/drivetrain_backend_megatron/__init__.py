@@ -1,0 +1,1 @@
+"""Train backend on Megatron-Core."""

@@ -1,0 +1,1 @@
+"""The `drivetrain` command, its train loop, the train worker and the algorithms."""
