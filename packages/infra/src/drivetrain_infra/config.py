@@ -1,0 +1,76 @@
+"""Options of the runtime: placement, weight sync, run folder, tracking."""
+
+from dataclasses import dataclass
+
+from drivetrain_backend_api import OptionGroup, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementConfig(OptionGroup):
+    """Which processes run, on how many devices; on a machine without GPUs a "GPU" is one CPU rank."""
+
+    actor_num_nodes: int = option(1, help="nodes that train", minimum=1)
+    actor_num_gpus_per_node: int = option(
+        1, help="train ranks on each node: GPUs, or CPU ranks without GPUs", minimum=1
+    )
+    rollout_num_gpus: int = option(1, help="GPUs (or CPU ranks) of all rollout engines together", minimum=1)
+    rollout_num_gpus_per_engine: int = option(1, help="GPUs (or CPU ranks) of one rollout engine", minimum=1)
+    cpu_threads_per_rank: int = option(1, help="torch threads of each process on a machine without GPUs", minimum=1)
+    ray_address: str | None = option(None, help="address of a running Ray cluster (default: start one here)")
+    placement_timeout: float = option(120.0, help="seconds to wait for the cluster to place all processes", above=0)
+
+    @property
+    def train_world_size(self) -> int:
+        """Train ranks in all."""
+        return self.actor_num_nodes * self.actor_num_gpus_per_node
+
+    @property
+    def num_engines(self) -> int:
+        """Rollout engines in all."""
+        return self.rollout_num_gpus // self.rollout_num_gpus_per_engine
+
+    def findings(self) -> list[str]:
+        """Return what cannot work together."""
+        if self.rollout_num_gpus % self.rollout_num_gpus_per_engine:
+            return [
+                f"--rollout-num-gpus {self.rollout_num_gpus} is no multiple of "
+                f"--rollout-num-gpus-per-engine {self.rollout_num_gpus_per_engine}"
+            ]
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSyncConfig(OptionGroup):
+    """How new weights reach the rollout engines."""
+
+    update_weight_transport: str = option(
+        "distributed", help="how weights reach the engines", choices=("distributed", "disk")
+    )
+    update_weight_buffer_size: int = option(512 * 1024**2, help="bytes of one bucket of weights", minimum=1)
+    update_weight_pause: str = option(
+        "drain", help="what a weight update does to requests in flight", choices=("drain", "abort")
+    )
+    update_weight_timeout: float = option(600.0, help="deadline of each phase of a weight update, in seconds", above=0)
+    update_weight_disk_dir: str | None = option(
+        None,
+        help="folder that trainer and engines share, for the disk transport (default: inside the run)",
+        metavar="DIR",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFolderConfig(OptionGroup):
+    """Where a run keeps its files."""
+
+    save: str = option(help="folder of the run: checkpoints, metrics, configuration", metavar="DIR")
+    save_interval: int | None = option(None, help="rollouts between checkpoints (default: only at the end)", minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingConfig(OptionGroup):
+    """Where metrics go beside metrics.jsonl."""
+
+    use_wandb: bool = option(False, help="log to Weights & Biases too")
+    wandb_project: str = option("drivetrain", help="W&B project")
+    wandb_group: str | None = option(None, help="W&B group")
+    wandb_mode: str = option("online", help="W&B mode", choices=("online", "offline"))

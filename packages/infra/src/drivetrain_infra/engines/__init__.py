@@ -1,0 +1,1 @@
+"""Rollout engines: the interface, the actor that hosts one, and the engines themselves."""

@@ -1,0 +1,1 @@
+"""Moving weights from a train backend to rollout engines: one session protocol, several transports."""

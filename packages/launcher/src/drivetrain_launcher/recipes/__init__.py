@@ -1,0 +1,1 @@
+"""Recipes: TOML files of options, and the makers of what they need."""
