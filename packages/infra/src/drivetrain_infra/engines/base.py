@@ -60,7 +60,7 @@ class GenerateRequest:
 
     Attributes:
         prompt_ids: at least one token id.
-        seed: fixes this sequence's random stream, whatever batch it is in, for example (seed, rollout id, sample index).
+        seed: fixes this sequence's random stream, for example (seed, rollout id, sample index).
     """
 
     prompt_ids: tuple[int, ...]
@@ -105,7 +105,7 @@ class EngineSettings:
 
 
 class RolloutEngine(ABC):
-    """One engine in one process. The caller serialises calls, except `pause(ABORT)`, which may come during `generate`."""
+    """One engine in one process. Calls come one at a time, except that `pause(ABORT)` may come during `generate`."""
 
     def __init__(self, settings: EngineSettings) -> None:
         """Take the settings; `start` does the work."""
@@ -148,7 +148,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def weight_checksum(self, entries: "Sequence[WeightEntry]") -> int:
-        """Return the checksum (see `weight_sync.checksum`) of the weights as the model now holds them, in this order."""
+        """Return the checksum (`weight_sync.checksum`) of weights as the model now holds them, in this order."""
 
     @abstractmethod
     def commit_weight_update(self, version: int) -> None:
