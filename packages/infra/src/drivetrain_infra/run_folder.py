@@ -1,0 +1,123 @@
+"""The folder of a run: what its files are called, and how a checkpoint becomes durable.
+
+A checkpoint is complete or absent: it is written into a folder of another name, synced, and renamed; `latest` names the
+newest durable one and is written last. A backend reads and writes only inside the folder it is given.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from drivetrain_backend_api import ConfigError, DataError
+
+_CHECKPOINT = re.compile(r"iter_(\d{7,})")
+_PARTIAL_SUFFIX = ".partial"
+
+
+class RunFolder:
+    """Names and protocol of the files under `--save`."""
+
+    def __init__(self, root: Path) -> None:
+        """Refer to a run; nothing is touched."""
+        self.root = root
+        self.metrics = root / "metrics.jsonl"
+        self.config = root / "config.json"
+        self.log = root / "drivetrain.log"
+        self._latest = root / "latest"
+
+    def create(self, config: Mapping[str, Any]) -> None:
+        """Make the folder of a new run and write its resolved configuration.
+
+        Raises:
+            ConfigError: the folder holds a run already, or cannot be written.
+        """
+        if self.metrics.exists() or self._latest.exists():
+            raise ConfigError(
+                f"--save {self.root}: holds a run already; choose another folder, or remove this one. "
+                f"To go on from its weights: --load {self.root} --save NEW"
+            )
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.config, json.dumps(config, indent=2) + "\n")
+            self.metrics.touch()
+        except OSError as error:
+            raise ConfigError(f"--save {self.root}: cannot be written ({error}); choose a writable folder") from error
+
+    def checkpoint(self, next_rollout_id: int) -> Path:
+        """Path of the checkpoint after which `next_rollout_id` comes next."""
+        return self.root / f"iter_{next_rollout_id:07d}"
+
+    def begin_checkpoint(self, next_rollout_id: int) -> Path:
+        """Make and return the empty folder that a backend writes into."""
+        aside = self._aside(next_rollout_id)
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        return aside
+
+    def commit_checkpoint(self, next_rollout_id: int) -> Path:
+        """Make a fully written checkpoint durable, then name it in `latest`."""
+        aside, final = self._aside(next_rollout_id), self.checkpoint(next_rollout_id)
+        for path in sorted(aside.rglob("*")):
+            _sync(path)
+        _sync(aside)
+        if final.exists():
+            shutil.rmtree(final)
+        aside.rename(final)
+        _sync(self.root)
+        write_atomically(self._latest, final.name + "\n")
+        return final
+
+    def latest(self) -> Path:
+        """Return the newest durable checkpoint.
+
+        Raises:
+            DataError: there is none, or `latest` names something that is not there.
+        """
+        if not self._latest.exists():
+            raise DataError(
+                f"{self.root} holds no checkpoint: {self._latest} is missing; give the folder of a run that saved one"
+            )
+        name = self._latest.read_text(errors="replace").strip()
+        if not _CHECKPOINT.fullmatch(name) or not (self.root / name).is_dir():
+            raise DataError(
+                f"{self._latest} names {name!r}, which is no checkpoint in {self.root}; write the right name into it"
+            )
+        return self.root / name
+
+    def _aside(self, next_rollout_id: int) -> Path:
+        final = self.checkpoint(next_rollout_id)
+        return final.with_name(final.name + _PARTIAL_SUFFIX)
+
+
+def resolve_checkpoint(path: Path) -> Path:
+    """Return the checkpoint that `--load` means: the folder itself if it is one, else the run's latest.
+
+    Raises:
+        DataError: neither.
+    """
+    if not path.is_dir():
+        raise DataError(f"--load {path}: no such folder")
+    return path if _CHECKPOINT.fullmatch(path.name) else RunFolder(path).latest()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a small text file so that a reader sees the old or the new content, never a part."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    with aside.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,33 @@
+"""Trackers: small interchangeable objects that each send metrics to one place."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+
+class Tracker(Protocol):
+    """One place where metrics go."""
+
+    def log(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
+        """Record metrics of a rollout."""
+        ...
+
+    def close(self) -> None:
+        """Flush, and end."""
+        ...
+
+
+class Trackers:
+    """Sends the same metrics to several trackers, in order."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = list(trackers)
+
+    def log(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
+        """Record metrics of a rollout everywhere."""
+        for tracker in self._trackers:
+            tracker.log(rollout_id, metrics)
+
+    def close(self) -> None:
+        """Close all."""
+        for tracker in self._trackers:
+            tracker.close()
