@@ -95,8 +95,13 @@ class PluginSpec:
 
     def load_target(self) -> Any:
         """Import the implementation. Raises whatever its import raises."""
-        module, _, attribute = self.target.partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        return _import(self.target)
+
+
+def _import(target: str) -> Any:
+    """Resolve "module:attribute"."""
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,15 +112,29 @@ class BackendSpec(PluginSpec):
         config_class: the backend's `TrainConfig` subclass; its fields become flags.
         capabilities: what the backend claims.
         preference: the available backend with the highest value is used when `--train-backend` is not given.
+        export_checkpoint: "module:function" with the parameters (folder, hf_checkpoint, out, dtype=None) that turns a
+            folder written by `save_checkpoint` into a Hugging Face folder, in one process and without groups;
+            imported only by `load_export_checkpoint`. "" when the backend has none.
     """
 
     config_class: type[TrainConfig]
     capabilities: Capabilities = field(default_factory=Capabilities)
     preference: int = 0
+    export_checkpoint: str = ""
 
     def load(self) -> "type[TrainBackend]":
         """Import and return the backend's class."""
         return self.load_target()  # type: ignore[no-any-return]
+
+    def load_export_checkpoint(self) -> Callable[..., None]:
+        """Import and return the checkpoint exporter.
+
+        Raises:
+            ConfigError: the backend has none.
+        """
+        if not self.export_checkpoint:
+            raise ConfigError(f"train backend {self.name!r} cannot export a checkpoint to a Hugging Face folder")
+        return _import(self.export_checkpoint)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True)

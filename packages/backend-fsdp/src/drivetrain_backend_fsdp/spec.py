@@ -1,0 +1,44 @@
+"""What this backend says about itself. Never imports torch or transformers."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from drivetrain_backend_api import BackendSpec, Capabilities, ProbeResult
+from drivetrain_backend_fsdp.config import FsdpConfig
+
+CAPABILITIES = Capabilities(
+    parallelism=("dp",),
+    precisions=("bf16", "fp16", "fp32"),
+    devices=("cpu", "cuda"),
+    cpu_offload=True,
+    reference="model",
+    teacher="model",
+    resharding=True,
+    async_save=False,
+)
+
+
+def probe() -> ProbeResult:
+    """Look for the heavy dependencies by their metadata."""
+    found, missing = [], []
+    for name in ("torch", "transformers", "safetensors"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            missing.append(name)
+    if missing:
+        return ProbeResult(
+            available=False, detail=f"{', '.join(missing)} not installed; pip install {' '.join(missing)}"
+        )
+    return ProbeResult(available=True, detail=", ".join(found))
+
+
+SPEC = BackendSpec(
+    name="fsdp",
+    api_version=1,
+    target="drivetrain_backend_fsdp.backend:FsdpBackend",
+    config_class=FsdpConfig,
+    capabilities=CAPABILITIES,
+    preference=10,
+    probe=probe,
+    export_checkpoint="drivetrain_backend_fsdp.checkpoint:export_checkpoint",
+)
