@@ -32,6 +32,9 @@ class Algorithm(ABC):
     needs_old_log_probs: bool = False
     """Compute "log_probs" of the policy before training on a rollout."""
 
+    needs_old_log_probs_off_policy: bool = False
+    """Compute them only for a rollout of several optimizer steps: in a single one they would equal the step's own."""
+
     needs_ref_log_probs: bool = False
     """Compute "ref_log_probs" with the frozen reference."""
 

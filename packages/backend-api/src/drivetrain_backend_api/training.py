@@ -101,7 +101,8 @@ def train_rollout(
     Raises:
         DrivetrainError: the algorithm needs a reference or teacher that was not loaded.
     """
-    if algorithm.needs_old_log_probs:
+    off_policy = len(shard.steps) > 1
+    if algorithm.needs_old_log_probs or (off_policy and algorithm.needs_old_log_probs_off_policy):
         shard = shard.with_batch(shard.batch.with_per_token("log_probs", forward_log_probs(backend, shard)))
     if algorithm.needs_ref_log_probs:
         shard = _with_log_probs(shard, "ref_log_probs", backend.maybe_compute_ref_log_probs(shard), "--ref-load")
