@@ -64,7 +64,7 @@ class PromptDataset:
         """Read and tokenize a prompt file.
 
         Args:
-            path: a .jsonl or .parquet file; `config.prompt_data` is not read, so that evaluation data goes the same way.
+            path: a .jsonl or .parquet file, of training or of evaluation; `config.prompt_data` is not read.
             config: keys, chat template, length limit.
             tokenizer: of the model.
 
@@ -76,8 +76,8 @@ class PromptDataset:
             raise ConfigError("--system-prompt acts only with --apply-chat-template; give both or neither")
         if config.apply_chat_template and not tokenizer.chat_template:
             raise ConfigError(
-                f"--apply-chat-template: the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; "
-                "leave the flag out, or use a model folder with chat_template.jinja"
+                f"--apply-chat-template: the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat "
+                "template; leave the flag out, or use a model folder with chat_template.jinja"
             )
         rows = [_Row.parse(index, source, row, config) for index, (source, row) in enumerate(_read_rows(path, config))]
         if not rows:
@@ -270,12 +270,17 @@ def _tokenized(rows: Sequence[_Row], config: DataConfig, tokenizer: "PreTrainedT
 
 
 def _rendered(row: _Row, tokenizer: "PreTrainedTokenizerBase") -> str:
-    if row.text is not None:
-        return row.text
+    """Return the text to tokenize; tokenizers fail without naming the row on text that UTF-8 cannot hold."""
+    text = row.text
     try:
-        return str(tokenizer.apply_chat_template(list(row.messages), tokenize=False, add_generation_prompt=True))
+        if text is None:
+            text = str(tokenizer.apply_chat_template(list(row.messages), tokenize=False, add_generation_prompt=True))
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(f"{row.source}: holds a lone surrogate, which is no text: {error}") from error
     except Exception as error:  # templates raise whatever their authors chose
         raise DataError(f"{row.source}: the chat template refused it: {type(error).__name__}: {error}") from error
+    return text
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -284,16 +289,18 @@ def _rendered(row: _Row, tokenizer: "PreTrainedTokenizerBase") -> str:
 def _read_rows(path: str | Path, config: DataConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield (where it stands, the row) for each row of the file."""
     path = Path(path)
-    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
-    if path.suffix not in readers:
+    if path.suffix not in (".jsonl", ".parquet"):
         raise DataError(f"{path}: prompt data must be a .jsonl or .parquet file")
     if not path.is_file():
         raise DataError(f"{path}: {'is not a file' if path.exists() else 'does not exist'}")
-    keys = [one for one in (config.input_key, config.label_key, config.metadata_key) if one is not None]
-    yield from readers[path.suffix](path, keys)
+    if path.suffix == ".jsonl":
+        yield from _read_jsonl(path)
+    else:
+        keys = [one for one in (config.input_key, config.label_key, config.metadata_key) if one is not None]
+        yield from _read_parquet(path, keys)
 
 
-def _read_jsonl(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _read_jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -307,7 +314,7 @@ def _read_jsonl(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, Mapping[
                 raise DataError(f"{source}: is not JSON: {error}") from error
             if not isinstance(row, dict):
                 raise DataError(f"{source}: must be a JSON object, found {type(row).__name__}")
-            yield source, {key: row[key] for key in keys if key in row} or row
+            yield source, row
 
 
 def _read_parquet(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -318,9 +325,11 @@ def _read_parquet(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, Mappin
         raise DataError(f"{path}: reading Parquet needs pyarrow; pip install 'drivetrain-launcher[parquet]'") from error
     try:
         with parquet.ParquetFile(path) as file:
-            columns = [key for key in keys if key in file.schema_arrow.names]
+            names = file.schema_arrow.names
+            if missing := [key for key in keys if key not in names]:
+                raise DataError(f"{path}: has no column {missing[0]!r}; it has {', '.join(map(repr, names)) or 'none'}")
             row_number = 0
-            for batch in file.iter_batches(columns=columns):
+            for batch in file.iter_batches(columns=keys):
                 for row in batch.to_pylist():
                     row_number += 1
                     yield f"{path} row {row_number}", row

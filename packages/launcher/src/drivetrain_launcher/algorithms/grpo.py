@@ -42,12 +42,9 @@ class Grpo(Algorithm):
         Raises:
             DataError: a column that GRPO reads is missing.
         """
-        missing = [name for name in ("reward", "group_id") if name not in shard.rollout_per_sample]
-        missing += [name for name in ("rollout_log_probs",) if name not in shard.batch.per_token]
-        if missing:
-            raise DataError(
-                f"grpo needs the columns {', '.join(missing)}; whatever generates the samples must set them"
-            )
+        have = {*shard.rollout_per_sample, *shard.batch.per_token}
+        if missing := [name for name in ("reward", "group_id", "rollout_log_probs") if name not in have]:
+            raise DataError(f"grpo needs {', '.join(missing)} on its samples; whatever generates them must set it")
         advantages = group_advantages(
             shard.rollout_per_sample["reward"],
             shard.rollout_per_sample["group_id"],
