@@ -24,6 +24,7 @@ from drivetrain_backend_api import (
     Option,
     OptionGroup,
     PluginKind,
+    PluginSpec,
     installed,
     load_spec,
     options,
@@ -166,6 +167,13 @@ def load_surface(train_backend: str | None, rollout_engine: str, algorithm: str)
         engine=load_spec(ROLLOUT_ENGINES, rollout_engine),
         algorithm=load_spec(ALGORITHMS, algorithm),
     )
+
+
+def unavailable(backend: BackendSpec, engine: EngineSpec, algorithm: AlgorithmSpec) -> list[str]:
+    """Say which of the three plugins cannot work on this machine, by their own probes."""
+    specs: dict[str, PluginSpec] = {"--train-backend": backend, "--rollout-engine": engine, "--algorithm": algorithm}
+    probes = {flag: spec.probe() for flag, spec in specs.items()}
+    return [f"{flag} {specs[flag].name}: {probe.detail}" for flag, probe in probes.items() if not probe.available]
 
 
 # -- the command line --------------------------------------------------------------------------------------------------

@@ -51,7 +51,9 @@ def _parser() -> StrictParser:
         prog="drivetrain", description="Train language models inside reinforcement-learning loops.", add_help=True
     )
     parser.add_argument("--version", action="version", version=f"drivetrain {version('drivetrain-launcher')}")
-    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", parser_class=StrictParser)
+    commands = parser.add_subparsers(
+        title="commands", dest="command", metavar="COMMAND", required=True, parser_class=StrictParser
+    )
     commands.add_parser("train", help="run a training; `drivetrain train --help` lists its flags")
     backends = commands.add_parser("backends", help="list the installed train backends and whether they work here")
     backends.add_argument("--json", action="store_true", default=False, help="for programs")
@@ -85,13 +87,14 @@ def _train(words: Sequence[str]) -> int:
 def _other(words: Sequence[str]) -> int:
     commands = {"backends": _backends, "recipes": _recipes, "export": _export}
     names = ["train", *commands]
-    if words and not words[0].startswith("-") and words[0] not in names:
-        close = get_close_matches(words[0], names, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(names)}"
-        raise ConfigError(f"no command {words[0]!r}; {hint}")
-    arguments = _parser().parse_args(words)
-    if "command" not in arguments:
+    first = words[0] if words else ""
+    if (first.startswith("-") and first not in ("-h", "--help", "--version")) or not first:
         raise ConfigError(f"a command comes first: drivetrain {'|'.join(names)}; see `drivetrain --help`")
+    if not first.startswith("-") and first not in names:
+        close = get_close_matches(first, names, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(names)}"
+        raise ConfigError(f"no command {first!r}; {hint}")
+    arguments = _parser().parse_args(words)
     commands[arguments.command](arguments)
     return 0
 
@@ -104,10 +107,10 @@ def _backends(arguments: argparse.Namespace) -> None:
 
 
 def _recipes(_: argparse.Namespace) -> None:
-    from drivetrain_launcher.sources import read_recipe, recipe_names
+    from drivetrain_launcher.sources import read_recipe, recipe_names, shipped_recipes
 
-    for name in recipe_names():
-        print(f"{name}: {read_recipe(name).description}")
+    for name in recipe_names(shipped_recipes()):
+        print(f"{name}: {read_recipe(name, shipped_recipes()).description}")
 
 
 def _export(arguments: argparse.Namespace) -> None:

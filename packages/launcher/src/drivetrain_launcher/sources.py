@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import StrEnum
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from drivetrain_launcher.arguments import (
     load_surface,
     parse_flags,
     parse_selection,
+    unavailable,
 )
 from drivetrain_launcher.config import DrivetrainConfig
 
@@ -109,26 +111,28 @@ class Request:
 # -- recipes -----------------------------------------------------------------------------------------------------------
 
 
-def recipe_names() -> list[str]:
-    """List the recipes that ship with the launcher."""
-    folder = resources.files("drivetrain_launcher.recipes")
+def shipped_recipes() -> Traversable:
+    """Return the folder of the recipes that ship with the launcher."""
+    return resources.files("drivetrain_launcher.recipes")
+
+
+def recipe_names(folder: Traversable) -> list[str]:
+    """List the recipes of a folder."""
     return sorted(one.name.removesuffix(".toml") for one in folder.iterdir() if one.name.endswith(".toml"))
 
 
-def read_recipe(name: str) -> Recipe:
+def read_recipe(name: str, folder: Traversable) -> Recipe:
     """Read a recipe by name.
 
     Raises:
         ConfigError: there is none of that name.
     """
-    names = recipe_names()
+    names = recipe_names(folder)
     if name not in names:
         close = get_close_matches(name, names, n=1)
         hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(names) or 'none'}"
         raise ConfigError(f"--recipe {name}: no such recipe; {hint}")
-    return parse_recipe(
-        name, resources.files("drivetrain_launcher.recipes").joinpath(f"{name}.toml").read_text("utf-8")
-    )
+    return parse_recipe(name, (folder / f"{name}.toml").read_text("utf-8"))
 
 
 def parse_recipe(name: str, text: str) -> Recipe:
@@ -262,9 +266,9 @@ class _Selection:
     print_config: bool
 
 
-def _select(argv: Sequence[str], environ: Mapping[str, str]) -> _Selection:
+def _select(argv: Sequence[str], environ: Mapping[str, str], recipes: Traversable | None) -> _Selection:
     flags = parse_selection(argv)
-    recipe = read_recipe(flags["recipe"]) if "recipe" in flags else None
+    recipe = read_recipe(flags["recipe"], recipes or shipped_recipes()) if "recipe" in flags else None
     file_table = read_file(Path(flags["config"])) if "config" in flags else {}
     return _Selection(
         surface=_select_surface(flags, environ, [file_table, recipe.values if recipe else {}]),
@@ -275,19 +279,20 @@ def _select(argv: Sequence[str], environ: Mapping[str, str]) -> _Selection:
     )
 
 
-def read_request(argv: Sequence[str], environ: Mapping[str, str]) -> Request:
+def read_request(argv: Sequence[str], environ: Mapping[str, str], recipes: Traversable | None = None) -> Request:
     """Read flags, environment, file and recipe, strictly.
 
     Everything that can be known to be wrong before a recipe prepares its files is found here, all at once.
 
     Args:
         argv: what follows `drivetrain train`.
+        recipes: folder of recipes, None for those that ship with the launcher.
 
     Raises:
         ConfigError: one finding a line.
         DiscoveryError: train backend, engine or algorithm cannot be used.
     """
-    selection = _select(argv, environ)
+    selection = _select(argv, environ, recipes)
     surface, recipe = selection.surface, selection.recipe
     warmup_surface = None
     readings = [
@@ -301,7 +306,7 @@ def read_request(argv: Sequence[str], environ: Mapping[str, str]) -> Request:
         readings.append(_table_layer(warmup_surface, recipe.warmup, recipe.source))
     layers = [layer for layer, _ in readings]
 
-    findings = [] if selection.print_config else unavailable(surface)
+    findings = [] if selection.print_config else unavailable(surface.backend, surface.engine, surface.algorithm)
     findings += [one for _, strangers in readings for one in strangers]
     findings += [setting.finding for layer in layers for setting in layer.values() if setting.finding]
     settings = _merge(layers[:4])
@@ -318,20 +323,9 @@ def read_request(argv: Sequence[str], environ: Mapping[str, str]) -> Request:
     )
 
 
-def unavailable(surface: Surface) -> list[str]:
-    """Say which of the three plugins cannot work on this machine, by their own probes."""
-    findings = []
-    for name, (kind, _) in SELECTORS.items():
-        spec = getattr(surface, name)
-        probe = spec.probe()
-        if not probe.available:
-            findings.append(f"{kind.flag} {spec.name}: {probe.detail}")
-    return findings
-
-
 def train_help(argv: Sequence[str], environ: Mapping[str, str]) -> str:
     """Return the help of `drivetrain train` for the plugins that are chosen so far."""
-    return build_parser(_select(argv, environ).surface).format_help()
+    return build_parser(_select(argv, environ, None).surface).format_help()
 
 
 def _select_surface(
