@@ -1,0 +1,98 @@
+"""A checksum of tensors' bytes, computed where they live, so that trainer and engine can compare weights.
+
+Guards against transport and ordering faults, not against an adversary. Knows no model, engine or transport.
+
+Each tensor's bytes, zero-padded to 64-bit words w_0, w_1, ..., digest to sum_i mix(w_i + (i + 1) G) modulo 2^64, where
+`mix` is a bijection of the multiply-xorshift kind (Steele et al., "Fast splittable pseudorandom number generators",
+2014). So one changed word always changes the digest, and moved words change it but for a negligible chance. A sum of
+integers does not depend on its order, so a GPU and a CPU agree exactly.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from drivetrain_backend_api.weights import WeightEntry, unflatten
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+_MASK = 2**64 - 1
+_LOW_HALF = 2**32 - 1
+
+_WORDS_AT_ONCE = 2**18
+"""Words mixed in one go: bounds the extra memory to a few MiB whatever the tensor's size."""
+
+
+def checksum_tensors(tensors: Iterable[Tensor]) -> int:
+    """Return the checksum of tensors' bytes, in order.
+
+    It depends on every byte, on the order of elements and of tensors, and on where one tensor ends; not on shape,
+    dtype, strides or device. The data is not copied to the host.
+
+    Returns: an int64, so it can travel in a tensor.
+    """
+    sizes, digests = [], []
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        sizes.append(len(flat))
+        digests.append(_digest(flat))
+    total = 0
+    for size, digest in zip(sizes, _to_host(digests), strict=True):
+        total = _mix(total + digest + (size + 1) * _GOLDEN)
+    return _signed(total)
+
+
+def checksum_bucket(data: Tensor, entries: Sequence[WeightEntry]) -> int:
+    """Return `checksum_tensors` of the tensors in a bucket; the bytes between them do not count.
+
+    Args:
+        data: uint8 [bucket bytes].
+        entries: what it holds.
+    """
+    return checksum_tensors(tensor for _, tensor in unflatten(data, entries))
+
+
+def _digest(flat: Tensor) -> Tensor:
+    """Digest bytes, uint8 [N], into an int64 scalar on their device."""
+    words = _words(flat)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    steps = torch.arange(1, min(len(words), _WORDS_AT_ONCE) + 1, device=flat.device) * _signed(_GOLDEN)
+    for start in range(0, len(words), _WORDS_AT_ONCE):
+        part = words[start : start + _WORDS_AT_ONCE]
+        mixed = part + steps[: len(part)]
+        mixed += _signed(start * _GOLDEN)
+        mixed *= _signed(_FIRST)
+        # torch shifts int64 arithmetically; the mask makes it logical
+        mixed ^= (mixed >> 32).bitwise_and_(_LOW_HALF)
+        mixed *= _signed(_SECOND)
+        total += mixed.sum()
+    return total
+
+
+def _words(flat: Tensor) -> Tensor:
+    """View bytes as int64 words, copying only where the length or the alignment forbids a view."""
+    padding = -len(flat) % 8
+    if padding:
+        flat = torch.cat([flat, flat.new_zeros(padding)])
+    elif flat.storage_offset() % 8:
+        flat = flat.clone()
+    return flat.view(torch.int64)
+
+
+def _to_host(digests: Sequence[Tensor]) -> list[int]:
+    """Fetch all digests in one copy."""
+    return [int(one) for one in torch.stack(list(digests)).tolist()] if digests else []
+
+
+def _mix(word: int) -> int:
+    word = word * _FIRST & _MASK
+    word ^= word >> 32
+    return word * _SECOND & _MASK
+
+
+def _signed(word: int) -> int:
+    """Map an integer modulo 2^64 to the int64 of the same bits."""
+    word &= _MASK
+    return word - 2**64 if word >= 2**63 else word
