@@ -310,7 +310,8 @@ def read_request(argv: Sequence[str], environ: Mapping[str, str], recipes: Trave
     findings += [one for _, strangers in readings for one in strangers]
     findings += [setting.finding for layer in layers for setting in layer.values() if setting.finding]
     settings = _merge(layers[:4])
-    findings += _build_groups(surface, settings, complete=recipe is None or recipe.make is None)[1]
+    if recipe is None or recipe.make is None:  # else some values, on which others depend, are yet to be made
+        findings += _build_groups(surface, settings)[1]
     if findings:
         raise ConfigError("\n".join(dict.fromkeys(findings)))
     return Request(
@@ -382,7 +383,7 @@ def build_config(
             for layer in layers
         ]
     settings = _merge([*layers, *last, _made_layer(surface, overrides or {}, source)])
-    groups, findings = _build_groups(surface, settings, complete=True)
+    groups, findings = _build_groups(surface, settings)
     if findings:
         raise ConfigError("\n".join(findings))
     return DrivetrainConfig(
@@ -394,22 +395,17 @@ def build_config(
     )
 
 
-def _missing(surface: Surface, settings: Layer) -> list[str]:
-    return [
+def _build_groups(surface: Surface, settings: Layer) -> tuple[dict[str, Any], list[str]]:
+    """Construct every group whose options are all there and right by themselves.
+
+    Returns: the groups by field of `DrivetrainConfig`, and what is missing or cannot work together.
+    """
+    groups: dict[str, OptionGroup] = {}
+    findings = [
         f"{one.flag} is required: {one.help}"
         for one in surface.options.values()
         if one.required and one.name not in settings
     ]
-
-
-def _build_groups(surface: Surface, settings: Layer, *, complete: bool) -> tuple[dict[str, Any], list[str]]:
-    """Construct every group whose options are all there and right by themselves; collect what each finds.
-
-    Args:
-        complete: required options that are missing are findings too.
-    """
-    groups: dict[str, OptionGroup] = {}
-    findings = _missing(surface, settings) if complete else []
     for name, config_class in surface.groups.items():
         group_options = surface.group_options(name)
         given = {one.name: settings[one.name] for one in group_options if one.name in settings}
