@@ -1,0 +1,36 @@
+"""`drivetrain export`: the newest checkpoint of a run as a Hugging Face model folder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from drivetrain_backend_api import TRAIN_BACKENDS, ConfigError, DataError, load_spec
+from drivetrain_infra.run_folder import RunFolder, resolve_checkpoint
+
+
+def export_run(run: Path, out: Path) -> None:
+    """Write `out` from the latest checkpoint of a run (or from the checkpoint that `run` is).
+
+    Raises:
+        DataError: the run or its checkpoint is not whole.
+        ConfigError: `out` is there already and not empty, or the backend cannot export.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out {out}: is there already and not empty; choose a new folder")
+    checkpoint = resolve_checkpoint(run)
+    config = _saved_config(RunFolder(checkpoint.parent).config)
+    spec = load_spec(TRAIN_BACKENDS, config["train-backend"])
+    spec.load_export_checkpoint()(checkpoint, Path(config["hf-checkpoint"]), out)
+    print(f"exported {checkpoint} to {out}")
+
+
+def _saved_config(path: Path) -> dict[str, Any]:
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: is missing; give the folder of a whole run") from error
+    except ValueError as error:
+        raise DataError(f"{path}: is not JSON ({error})") from error
+    if missing := {"train-backend", "hf-checkpoint"} - set(config):
+        raise DataError(f"{path}: lacks {', '.join(sorted(missing))}; give the folder of a whole run")
+    return config

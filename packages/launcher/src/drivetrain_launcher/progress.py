@@ -1,0 +1,119 @@
+"""What a person sees of a run: a live line while it goes on, a table at the end; plain lines without a terminal.
+
+Only shows; decides nothing, and is told everything.
+"""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from drivetrain_infra.weight_sync.session import SyncReport
+
+_LINE = (
+    ("reward", "rollout/reward", "{:.3f}"),
+    ("loss", "train/loss", "{:.4f}"),
+    ("grad", "train/grad_norm", "{:.3f}"),
+    ("tok/s", "perf/tokens_per_second", "{:.0f}"),
+)
+
+
+class Display:
+    """Shows one stage of a run; a context manager."""
+
+    def __init__(self, console: Console, *, title: str, start: int, stop: int) -> None:
+        """Show rollouts `start` to `stop` - 1.
+
+        Args:
+            console: where to.
+            title: what is being trained.
+        """
+        self._console = console
+        self._start, self._stop = start, stop
+        self._began = time.monotonic()
+        self._evaluations: dict[int, float] = {}
+        self._rewards: list[float] = []
+        self._tokens_per_second: list[float] = []
+        self._last_loss: float | None = None
+        self._checkpoint: Path | None = None
+        self._sync_seconds: list[float] = []
+        self._progress = Progress(
+            TextColumn(f"[bold]{title}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[line]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task(title, total=stop - start, line="")
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def trained(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
+        """Show a rollout's metrics."""
+        parts = [f"{name} {form.format(metrics[key])}" for name, key, form in _LINE if key in metrics]
+        if "rollout/reward" in metrics:
+            self._rewards.append(metrics["rollout/reward"])
+        self._tokens_per_second.append(metrics["perf/tokens_per_second"])
+        self._last_loss = metrics.get("train/loss")
+        self._progress.update(self._task, advance=1, line="  ".join(parts))
+        if not self._console.is_terminal:
+            self._console.print(
+                f"rollout {rollout_id + 1}/{self._stop}  {'  '.join(parts)}  {self._time_left(rollout_id)}"
+            )
+
+    def evaluated(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
+        """Show an evaluation."""
+        self._evaluations[rollout_id] = metrics["eval/reward"]
+        self._console.print(f"evaluation after {rollout_id} rollouts: eval/reward {metrics['eval/reward']:.3f}")
+
+    def saved(self, checkpoint: Path) -> None:
+        """Note a checkpoint."""
+        self._checkpoint = checkpoint
+
+    def synced(self, report: SyncReport) -> None:
+        """Note a weight sync."""
+        self._sync_seconds.append(sum(report.seconds.values()))
+
+    def summary(self) -> Table:
+        """Return the table shown at the end."""
+        table = Table(title="Summary", show_header=False)
+        table.add_row("rollouts", f"{self._start} to {self._stop}")
+        table.add_row("time", f"{time.monotonic() - self._began:.0f} s")
+        if self._rewards:
+            table.add_row("rollout/reward, first -> last", f"{self._rewards[0]:.3f} -> {self._rewards[-1]:.3f}")
+        if self._evaluations:
+            first, last = min(self._evaluations), max(self._evaluations)
+            table.add_row(
+                "eval/reward, first -> last", f"{self._evaluations[first]:.3f} -> {self._evaluations[last]:.3f}"
+            )
+        if self._last_loss is not None:
+            table.add_row("train/loss, last", f"{self._last_loss:.4f}")
+        if self._tokens_per_second:
+            mean = sum(self._tokens_per_second) / len(self._tokens_per_second)
+            table.add_row("perf/tokens_per_second, mean", f"{mean:.0f}")
+        if self._sync_seconds:
+            table.add_row("weight sync, mean", f"{sum(self._sync_seconds) / len(self._sync_seconds):.3f} s")
+        if self._checkpoint is not None:
+            table.add_row("checkpoint", str(self._checkpoint))
+        return table
+
+    def _time_left(self, rollout_id: int) -> str:
+        done = rollout_id + 1 - self._start
+        left = (time.monotonic() - self._began) / done * (self._stop - rollout_id - 1)
+        return f"{left:.0f} s left"

@@ -1,0 +1,182 @@
+"""One rollout: prompts in, a rollout batch with rewards out.
+
+Each sample's random stream is seeded from (seed, rollout id, sample index), and which engine generates it depends on
+the prompt list alone, so that a rollout on a CPU is the same bit for bit whenever it is made again.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from drivetrain_backend_api import DataError
+from drivetrain_backend_api.batch import RolloutBatch, SampleStatus, from_samples
+from drivetrain_infra.engines.base import FinishReason, GenerateRequest, Generation, SamplingParams
+from drivetrain_launcher.custom_generate import CustomGenerate, CustomResponse, run_custom_generate
+from drivetrain_launcher.data import Prompt
+from drivetrain_launcher.rewards import Reward, RewardInput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_STATUS = {
+    FinishReason.STOP: SampleStatus.COMPLETED,
+    FinishReason.LENGTH: SampleStatus.TRUNCATED,
+    FinishReason.ABORT: SampleStatus.ABORTED,
+}
+
+EVALUATION = 1
+"""Third word of an evaluation's seeds, which keeps its random streams apart from those of rollouts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """A finished rollout.
+
+    Attributes:
+        batch: all samples, those of one prompt next to each other.
+        metrics: means over samples, without prefix.
+    """
+
+    batch: RolloutBatch
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generator:
+    """Makes rollouts with the engines.
+
+    Attributes:
+        call: generates for a list of requests on all engines, results in order.
+        weight_version: of the engines now.
+        custom_generate: the user's function and its name, None for plain generation.
+        seconds: deadline of one rollout.
+    """
+
+    call: Callable[[Sequence[GenerateRequest]], list[Generation]]
+    weight_version: Callable[[], int]
+    tokenizer: "PreTrainedTokenizerBase"
+    reward: Reward
+    custom_generate: tuple[str, CustomGenerate] | None
+    seed: int
+    seconds: float
+
+    def generate(
+        self,
+        rollout_id: int,
+        prompts: Sequence[Prompt],
+        *,
+        samples_per_prompt: int,
+        sampling: SamplingParams,
+        evaluation: bool = False,
+    ) -> Rollout:
+        """Generate `samples_per_prompt` responses to each prompt and compute their rewards.
+
+        Raises:
+            DataError: a reward or a response cannot be used; names the sample.
+        """
+        began = time.monotonic()
+        samples = [prompt for prompt in prompts for _ in range(samples_per_prompt)]
+        purpose = (EVALUATION,) if evaluation else ()
+        seeds = [(self.seed, rollout_id, index, *purpose) for index in range(len(samples))]
+        responses, versions = self._responses(samples, sampling, seeds)
+        seconds = time.monotonic() - began
+        rewards = [self._reward(index, *pair) for index, pair in enumerate(zip(samples, responses, strict=True))]
+        batch = from_samples(
+            [prompt.prompt_ids for prompt in samples],
+            [response.token_ids for response in responses],
+            per_token={
+                "loss_mask": [[float(one) for one in response.loss_mask] for response in responses],
+                "rollout_log_probs": [response.log_probs for response in responses],
+            },
+            per_sample={
+                "reward": rewards,
+                "group_id": [index // samples_per_prompt for index in range(len(samples))],
+                "index": list(range(len(samples))),
+                "weight_version": versions,
+                "status": [int(response.status) for response in responses],
+            },
+        )
+        return Rollout(batch=batch, metrics=_metrics(batch, samples_per_prompt, seconds))
+
+    def _responses(
+        self, samples: Sequence[Prompt], sampling: SamplingParams, seeds: Sequence[tuple[int, ...]]
+    ) -> tuple[list[CustomResponse], list[int]]:
+        if self.custom_generate is not None:
+            name, function = self.custom_generate
+            responses = run_custom_generate(
+                function,
+                samples,
+                name=name,
+                call=self.call,
+                tokenizer=self.tokenizer,
+                sampling=sampling,
+                seeds=seeds,
+                seconds=self.seconds,
+            )
+            return responses, [self.weight_version()] * len(samples)
+        generations = self.call(
+            [
+                GenerateRequest(prompt_ids=prompt.prompt_ids, sampling=sampling, seed=seed)
+                for prompt, seed in zip(samples, seeds, strict=True)
+            ]
+        )
+        for index, (prompt, generation) in enumerate(zip(samples, generations, strict=True)):
+            if len(generation.token_ids) != len(generation.log_probs):
+                raise DataError(
+                    f"the engine returned {len(generation.token_ids)} tokens and {len(generation.log_probs)} log-probs "
+                    f"for sample {index} ({prompt.source}); use another --rollout-engine or repair it"
+                )
+        responses = [
+            CustomResponse(
+                token_ids=one.token_ids,
+                loss_mask=[1] * len(one.token_ids),
+                log_probs=one.log_probs,
+                status=_STATUS[one.finish_reason],
+            )
+            for one in generations
+        ]
+        return responses, [one.weight_version for one in generations]
+
+    def _reward(self, index: int, prompt: Prompt, response: CustomResponse) -> float:
+        text = self.tokenizer.decode(list(response.token_ids), skip_special_tokens=True)
+        return self.reward(
+            RewardInput(
+                index=index,
+                prompt=prompt.text,
+                messages=prompt.messages,
+                response=str(text),
+                label=prompt.label,
+                metadata=prompt.metadata,
+                response_length=len(response.token_ids),
+                status=response.status,
+            )
+        )
+
+
+def labelled_rollout(samples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Rollout:
+    """Make a rollout batch of (prompt ids, response ids) that are given, as supervised training has them."""
+    batch = from_samples(
+        [prompt for prompt, _ in samples],
+        [response for _, response in samples],
+        per_sample={"index": list(range(len(samples)))},
+    )
+    return Rollout(batch=batch, metrics={"response_length": float(batch.response_lengths.float().mean())})
+
+
+def _metrics(batch: RolloutBatch, samples_per_prompt: int, seconds: float) -> dict[str, float]:
+    rewards = batch.per_sample["reward"].double()
+    groups = rewards.view(-1, samples_per_prompt)
+    responses = int(batch.response_lengths.sum())
+    truncated = batch.per_sample["status"] == int(SampleStatus.TRUNCATED)
+    return {
+        "reward": float(rewards.mean()),
+        "reward_std": float(rewards.std(correction=0)),
+        "groups_with_one_reward": float((groups.max(1).values == groups.min(1).values).double().mean()),
+        "response_length": responses / len(batch),
+        "truncated": float(truncated.double().mean()),
+        "weight_version": float(torch.min(batch.per_sample["weight_version"])),
+        "tokens_per_second": responses / seconds if seconds else 0.0,
+    }

@@ -1,0 +1,106 @@
+"""The train worker: one process of a train backend, driven only through the contract.
+
+Runs as a Ray actor. Which backend it is comes in as a name; nothing here knows more of it than `TrainBackend`.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from drivetrain_backend_api import ALGORITHMS, TRAIN_BACKENDS, OptionGroup, TrainConfig, load_implementation, load_spec
+from drivetrain_backend_api.packing import Batching, RolloutShard
+from drivetrain_backend_api.parallel import ParallelLayout, Role
+from drivetrain_infra.weight_sync.sender import WeightSender
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """What every train worker of a group is started with."""
+
+    backend: str
+    algorithm: str
+    train: TrainConfig
+    algorithm_options: OptionGroup
+    role: Role
+    world_size: int
+    cpu_threads: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetupResult:
+    """What a worker knows once its backend is ready."""
+
+    next_rollout_id: int
+    layout: ParallelLayout
+    batching: Batching
+
+
+class TrainWorker:
+    """Hosts one rank of a train backend."""
+
+    def __init__(self, settings: WorkerSettings, rank: int) -> None:
+        import torch
+
+        self._settings = settings
+        self._rank = rank
+        self._store: Any = None
+        on_gpu = torch.cuda.is_available()
+        if not on_gpu:
+            torch.set_num_threads(settings.cpu_threads)
+        backend_class = load_implementation(TRAIN_BACKENDS, load_spec(TRAIN_BACKENDS, settings.backend))
+        self._backend = backend_class(
+            settings.train, settings.role, rank, settings.world_size, "cuda:0" if on_gpu else "cpu"
+        )
+        algorithm_class = load_implementation(ALGORITHMS, load_spec(ALGORITHMS, settings.algorithm))
+        self._algorithm = algorithm_class(settings.algorithm_options)
+        self._sender: WeightSender | None = None
+
+    def open_rendezvous(self, host: str) -> int:
+        """Bind the group's rendezvous store here (rank 0) and return its port: bound by the system, never guessed."""
+        from torch.distributed import TCPStore
+
+        timeout = timedelta(minutes=self._settings.train.distributed_timeout_minutes)
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        return int(self._store.port)
+
+    def setup(self, master_address: str, master_port: int) -> SetupResult:
+        """Set the backend up; collective over all workers."""
+        os.environ.update(
+            MASTER_ADDR=master_address,
+            MASTER_PORT=str(master_port),
+            RANK=str(self._rank),
+            WORLD_SIZE=str(self._settings.world_size),
+            # rank 0's store exists already: torch's own agents say so with these two
+            TORCHELASTIC_USE_AGENT_STORE="True",
+            TORCHELASTIC_RESTART_COUNT="0",
+        )
+        next_rollout_id = self._backend.setup(
+            with_ref=self._algorithm.needs_ref_log_probs, with_opd_teacher=self._algorithm.needs_teacher_log_probs
+        )
+        self._sender = WeightSender(self._backend)
+        return SetupResult(
+            next_rollout_id=next_rollout_id, layout=self._backend.parallel, batching=self._backend.batching
+        )
+
+    def train(self, rollout_id: int, shard: RolloutShard) -> list[dict[str, float]]:
+        """Train on this rank's shard of a rollout; collective. Returns the metrics of each optimizer step."""
+        return self._backend.train(rollout_id, self._backend.preprocess_rollout_data(shard), self._algorithm)
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint into the folder and wait until all of it is there; collective."""
+        self._backend.save_checkpoint(folder).finalize()
+
+    def weight_sender(self, method: str, *arguments: Any) -> Any:
+        """Call the sending side of a weight update."""
+        return getattr(self._sender, method)(*arguments)
+
+    def environment(self) -> Mapping[str, str]:
+        """Return the process environment, for diagnosis."""
+        return dict(os.environ)
+
+    def close(self) -> None:
+        """End the backend."""
+        self._backend.close()

@@ -1,0 +1,146 @@
+"""Custom generation: rounds batch the engine calls of all samples, and failures name the sample."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from drivetrain_backend_api import ConfigError, DataError, DrivetrainError
+from drivetrain_backend_api.batch import SampleStatus
+from drivetrain_infra.engines.base import FinishReason, GenerateRequest, Generation, SamplingParams
+from drivetrain_launcher.custom_generate import (
+    CustomGenerate,
+    CustomResponse,
+    Engine,
+    load_custom_generate,
+    run_custom_generate,
+)
+from drivetrain_launcher.data import Prompt
+
+
+class CountingEngine:
+    """A deterministic engine: continues a sequence with its length, and keeps the batches it was given."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[GenerateRequest]] = []
+
+    def __call__(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        self.batches.append(list(requests))
+        return [
+            Generation(
+                token_ids=(len(one.prompt_ids),), log_probs=(-0.5,), finish_reason=FinishReason.STOP, weight_version=1
+            )
+            for one in requests
+        ]
+
+
+def run(function: CustomGenerate, engine: CountingEngine, count: int = 3, seconds: float = 20) -> list[CustomResponse]:
+    prompts = [
+        Prompt(index=n, source=f"prompts.jsonl:{n + 1}", prompt_ids=tuple(range(n + 1)), text="") for n in range(count)
+    ]
+    return run_custom_generate(
+        function,
+        prompts,
+        name="mine:function",
+        call=engine,
+        tokenizer=None,  # type: ignore[arg-type]  # the functions below read none
+        sampling=SamplingParams(),
+        seeds=[(7, 0, n) for n in range(count)],
+        seconds=seconds,
+    )
+
+
+async def two_turns_with_a_tool(prompt: Prompt, engine: Engine, tokenizer: object) -> CustomResponse:
+    first = await engine.generate(prompt.prompt_ids)
+    await asyncio.sleep(0.02 * (3 - prompt.index))  # a tool, slowest for the first sample
+    tool = [99]
+    second = await engine.generate([*prompt.prompt_ids, *first.token_ids, *tool])
+    return CustomResponse(
+        token_ids=[*first.token_ids, *tool, *second.token_ids], loss_mask=[1, 0, 1], log_probs=[-0.5, 0.0, -0.5]
+    )
+
+
+def test_rounds_hold_all_samples_in_order_however_slow_their_tools() -> None:
+    engine = CountingEngine()
+    responses = run(two_turns_with_a_tool, engine)
+    assert [[one.seed[2] for one in batch] for batch in engine.batches] == [[0, 1, 2], [0, 1, 2]]
+    assert [list(one.token_ids) for one in responses] == [[1, 99, 3], [2, 99, 4], [3, 99, 5]]
+    assert [list(one.loss_mask) for one in responses] == [[1, 0, 1]] * 3
+
+
+def test_every_turn_of_every_sample_has_its_own_random_stream() -> None:
+    engine = CountingEngine()
+    run(two_turns_with_a_tool, engine)
+    seeds = [one.seed for batch in engine.batches for one in batch]
+    assert len(set(seeds)) == len(seeds) == 6
+
+
+def test_samples_that_end_early_do_not_hold_the_others_up() -> None:
+    async def as_many_turns_as_index(prompt: Prompt, engine: Engine, tokenizer: object) -> CustomResponse:
+        tokens: list[int] = []
+        for _ in range(prompt.index):
+            tokens += (await engine.generate([*prompt.prompt_ids, *tokens])).token_ids
+        return CustomResponse(
+            token_ids=tokens,
+            loss_mask=[1] * len(tokens),
+            log_probs=[0.0] * len(tokens),
+            status=SampleStatus.TRUNCATED,
+        )
+
+    engine = CountingEngine()
+    responses = run(as_many_turns_as_index, engine, count=4)
+    assert [len(one.token_ids) for one in responses] == [0, 1, 2, 3]
+    assert [len(batch) for batch in engine.batches] == [3, 2, 1]
+
+
+def test_a_failure_names_function_and_sample() -> None:
+    async def fails_on_one(prompt: Prompt, engine: Engine, tokenizer: object) -> CustomResponse:
+        await engine.generate(prompt.prompt_ids)
+        if prompt.index == 1:
+            raise KeyError("weather")
+        await engine.generate(prompt.prompt_ids)
+        return CustomResponse(token_ids=[], loss_mask=[], log_probs=[])
+
+    with pytest.raises(DataError, match=r"mine:function on sample 1 \(prompts.jsonl:2\) failed: KeyError: 'weather'"):
+        run(fails_on_one, CountingEngine())
+
+
+@pytest.mark.parametrize(
+    ("response", "complaint"),
+    [
+        (CustomResponse(token_ids=[1, 2], loss_mask=[1], log_probs=[0.0]), "must be equally many"),
+        (CustomResponse(token_ids=[1], loss_mask=[2], log_probs=[0.0]), "values other than 0 and 1"),
+        (None, "returned a NoneType"),
+    ],
+)
+def test_malformed_responses_are_refused(response: CustomResponse, complaint: str) -> None:
+    async def malformed(prompt: Prompt, engine: Engine, tokenizer: object) -> CustomResponse:
+        return response
+
+    with pytest.raises(DataError, match=complaint):
+        run(malformed, CountingEngine())
+
+
+def test_a_function_that_hangs_ends_at_the_deadline() -> None:
+    async def hangs(prompt: Prompt, engine: Engine, tokenizer: object) -> CustomResponse:
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    with pytest.raises(DrivetrainError, match=r"did not finish 3 samples within --rollout-timeout 0\.2 s"):
+        run(hangs, CountingEngine(), seconds=0.2)
+
+
+def test_an_engine_failure_reaches_the_caller() -> None:
+    def broken(requests: Sequence[GenerateRequest]) -> list[Generation]:
+        raise DrivetrainError("engine 0 died")
+
+    with pytest.raises(DrivetrainError, match="engine 0 died"):
+        run(two_turns_with_a_tool, broken)  # type: ignore[arg-type]
+
+
+def test_only_async_functions_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "generate_sync.py").write_text("def function(prompt, engine, tokenizer): pass\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="must be an `async def"):
+        load_custom_generate("generate_sync:function")
