@@ -1,0 +1,148 @@
+"""Causal attention over sequences packed end to end, registered with transformers under one name.
+
+A model that hands the function an argument it does not implement (a window, a soft cap, sinks, a mask) is refused
+instead of computed wrong. Knows no model class and nothing of sharding.
+"""
+
+import inspect
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from drivetrain_backend_api.batch import MicroBatch
+from drivetrain_backend_api.errors import ConfigError, UnsupportedModelError
+
+PACKED_ATTENTION = "drivetrain_packed"
+"""Name of the attention implementation, as `attn_implementation` of transformers."""
+
+_CARRY_NO_MATHS = frozenset(("position_ids", "cache_position"))
+
+
+class Kernel(StrEnum):
+    """How packed attention is computed: one fused call, or one exact call a sequence."""
+
+    VARLEN = "varlen"
+    PER_SEQUENCE = "per_sequence"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedSequences:
+    """Where the sequences of a packed batch lie.
+
+    Attributes:
+        cu_seqlens: int32 [S + 1], boundaries, on the tokens' device.
+        lengths: the same as host numbers; needed by `Kernel.PER_SEQUENCE` only.
+        max_seqlen: tokens of the longest sequence.
+    """
+
+    cu_seqlens: Tensor
+    lengths: tuple[int, ...]
+    max_seqlen: int
+    kernel: Kernel
+
+
+def packed_sequences(batch: MicroBatch, kernel: Kernel) -> PackedSequences:
+    """Describe a micro-batch; reads the lengths back to the host only where the kernel needs them."""
+    lengths = tuple(batch.cu_seqlens.diff().tolist()) if kernel is Kernel.PER_SEQUENCE else ()
+    return PackedSequences(cu_seqlens=batch.cu_seqlens, lengths=lengths, max_seqlen=batch.max_seqlen, kernel=kernel)
+
+
+def choose_kernel(requested: str, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
+    """Resolve `--attention-backend`.
+
+    Raises:
+        ConfigError: varlen was asked for where torch has no such kernel.
+    """
+    fits = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
+    if requested == Kernel.VARLEN and not fits:
+        raise ConfigError(
+            f"--attention-backend varlen needs a CUDA device, bf16 or fp16 and a head size that is a multiple of 8 up "
+            f"to 256, not {device.type}, {dtype} and {head_dim}; use --attention-backend auto"
+        )
+    if requested == "auto":
+        return Kernel.VARLEN if fits else Kernel.PER_SEQUENCE
+    return Kernel(requested)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    packed: PackedSequences | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attend causally within each packed sequence; the signature is that of transformers.
+
+    Args:
+        module: the attention layer.
+        query: [1, heads, T, head size].
+        key: [1, key heads, T, head size]; value alike.
+        attention_mask: must be None.
+        scaling: factor on the scores.
+        packed: where the sequences lie.
+        others: whatever else the layer passes; anything that would change the result is refused.
+
+    Returns: [1, T, heads, head size], and None for the attention weights.
+
+    Raises:
+        UnsupportedModelError: the layer asks for something that is not implemented here.
+    """
+    name = type(module).__name__
+    if packed is None:
+        raise UnsupportedModelError(f"{name} does not hand `packed` to its attention function; it cannot be packed")
+    if attention_mask is not None:
+        raise UnsupportedModelError(f"{name} passes an attention mask, which packed attention does not implement")
+    if not getattr(module, "is_causal", True) or others.pop("is_causal", None) is False:
+        raise UnsupportedModelError(f"{name} is not causal, which packed attention does not implement")
+    for argument, given in others.items():
+        if argument in _CARRY_NO_MATHS or given is None or given is False:
+            continue
+        if argument == "dropout" and given == 0:
+            continue
+        shown = f"={given}" if isinstance(given, int | float | str) else ""
+        raise UnsupportedModelError(f"{name} passes {argument}{shown}, which packed attention does not implement")
+    if packed.kernel is Kernel.VARLEN:
+        return _varlen(query, key, value, scaling, packed), None
+    return _per_sequence(query, key, value, scaling, packed), None
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, packed: PackedSequences) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    # Older releases take fewer key heads than query heads without being told.
+    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    out = varlen_attn(
+        query[0].transpose(0, 1).contiguous(),
+        key[0].transpose(0, 1).contiguous(),
+        value[0].transpose(0, 1).contiguous(),
+        packed.cu_seqlens,
+        packed.cu_seqlens,
+        packed.max_seqlen,
+        packed.max_seqlen,
+        scale=scaling,
+        window_size=(-1, 0),
+        **grouped,
+    )
+    assert isinstance(out, Tensor)
+    return out[None]
+
+
+def _per_sequence(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, packed: PackedSequences) -> Tensor:
+    cuts = [torch.split(one, list(packed.lengths), dim=2) for one in (query, key, value)]
+    outs = [
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+        for q, k, v in zip(*cuts)
+    ]
+    return torch.cat(outs, dim=2).transpose(1, 2).contiguous()
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)

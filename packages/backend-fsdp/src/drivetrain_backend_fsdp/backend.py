@@ -1,0 +1,285 @@
+"""The backend itself: the seven methods of the contract, each a few calls of the modules beside it.
+
+Process groups are made and destroyed here. Knows no algorithm, no engine and no run folder.
+"""
+
+import datetime
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from drivetrain_backend_api import Capabilities, ConfigError, DataError, DrivetrainError, IllegalStateError, training
+from drivetrain_backend_api.backend import SaveHandle, StepFn, StepOutcome, TrainBackend
+from drivetrain_backend_api.batch import MicroBatch
+from drivetrain_backend_api.lifecycle import State
+from drivetrain_backend_api.packing import RolloutShard
+from drivetrain_backend_api.parallel import ParallelLayout, ProcessGroups
+from drivetrain_backend_api.weights import Holders, WeightExport, WeightManager
+from drivetrain_backend_fsdp import checkpoint, export
+from drivetrain_backend_fsdp.attention import choose_kernel
+from drivetrain_backend_fsdp.config import FsdpConfig
+from drivetrain_backend_fsdp.forward import MicroBatchRunner
+from drivetrain_backend_fsdp.model import Sharding, load_model, local_part
+from drivetrain_backend_fsdp.optimizer import LossScaler, ShardedAdamW, global_norm, learning_rate, require_decay_iters
+from drivetrain_backend_fsdp.sleep import Sleeper
+from drivetrain_backend_fsdp.spec import CAPABILITIES
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class FsdpBackend(TrainBackend):
+    """Trains a dense causal language model over a one-dimensional data-parallel mesh with FSDP2."""
+
+    capabilities: ClassVar[Capabilities] = CAPABILITIES
+
+    config: FsdpConfig
+    optimizer: ShardedAdamW
+
+    def setup(self, with_ref: bool = False, with_opd_teacher: bool = False) -> int:
+        """See `TrainBackend.setup`."""
+        self.lifecycle.require("setup")
+        if self.config.lr_decay_style != "constant":
+            require_decay_iters(self.config)
+        torch.manual_seed(self.config.seed + self.rank)
+        self._make_groups()
+        self._policy = self._load(self.config.hf_checkpoint, trainable=True)
+        self._frozen = {
+            tag: self._load_frozen(flag, folder)
+            for tag, wanted, flag, folder in (
+                ("ref", with_ref, "--ref-load", self.config.ref_load),
+                ("teacher", with_opd_teacher, "--opd-teacher-load", self.config.opd_teacher_load),
+            )
+            if wanted
+        }
+        model = self._policy.model
+        self._trained = {name: one for name, one in model.weights.items() if isinstance(one, DTensor)}
+        self.optimizer = ShardedAdamW(
+            {name: local_part(one) for name, one in self._trained.items()},
+            self.config,
+            offload=self.config.optimizer_cpu_offload,
+        )
+        self._scaler = LossScaler(self.config)
+        if self.config.load is not None:
+            self.next_rollout_id = checkpoint.load_checkpoint(
+                Path(self.config.load),
+                model,
+                self.optimizer,
+                self._scaler,
+                device=self.device,
+                control=self.groups.control,
+            )
+        self.weights = WeightManager(model.locals)
+        self._sleeper = Sleeper(weights=model.locals, others=self._all_but_weights)
+        self.lifecycle.move("setup", State.AWAKE)
+        return self.next_rollout_id
+
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], step_fn: StepFn, forward_only: bool = False
+    ) -> list[dict[str, Tensor]]:
+        """See `TrainBackend.forward_backward`."""
+        if forward_only:
+            self.lifecycle.require("forward_only")
+            return self._policy.forward_backward(micro_batches, step_fn, forward_only=True)
+        self.lifecycle.require("forward_backward")
+        self.weights.require_policy("forward_backward")
+        self.lifecycle.begin_gradients()
+        return self._policy.accumulate(micro_batches, step_fn, loss_scale=self._scaler.scale)
+
+    def optimizer_step(self) -> StepOutcome:
+        """See `TrainBackend.optimizer_step`."""
+        self.lifecycle.end_gradients()
+        lr = learning_rate(self.optimizer.steps, self.config)
+        gradients = self._take_gradients()
+        norm = global_norm(gradients.values(), group=self.groups.dp, device=self.device) / self._scaler.scale
+        finite = norm < float("inf")
+        if finite:
+            factor = 1.0 / self._scaler.scale
+            if self.config.grad_clip > 0:
+                # The same epsilon as torch.nn.utils.clip_grad_norm_.
+                factor *= min(1.0, self.config.grad_clip / (norm + 1e-6))
+            if factor != 1.0:
+                torch._foreach_mul_(list(gradients.values()), factor)
+            self.optimizer.step(gradients, lr)
+        self._scaler.update(overflow=not finite)
+        reason = "" if finite else f"the gradient norm is {norm}"
+        if not finite and self._scaler.enabled:
+            reason += f"; the loss scale is now {self._scaler.scale:g}"
+        return StepOutcome(grad_norm=norm, lr=lr, skipped=not finite, reason=reason)
+
+    def export_weights(
+        self, bucket_bytes: int, holders: Holders = Holders.ALL, dtype: torch.dtype | None = None
+    ) -> WeightExport:
+        """See `TrainBackend.export_weights`."""
+        self.lifecycle.require("export_weights")
+        return export.export_weights(
+            self._policy.model,
+            bucket_bytes=bucket_bytes,
+            holders=holders,
+            dtype=dtype,
+            control=self.groups.control,
+            device=self.device,
+        )
+
+    def save_checkpoint(self, folder: Path) -> SaveHandle:
+        """See `TrainBackend.save_checkpoint`; everything is written when this returns."""
+        self.lifecycle.require("save_checkpoint")
+        self.weights.require_policy("save_checkpoint")
+        checkpoint.save_checkpoint(
+            folder,
+            self._policy.model,
+            self.optimizer,
+            self._scaler,
+            next_rollout_id=self.next_rollout_id,
+            device=self.device,
+            control=self.groups.control,
+        )
+        return SaveHandle()
+
+    def sleep(self, keep_weights: bool = False) -> None:
+        """See `TrainBackend.sleep`."""
+        self.lifecycle.require("sleep")
+        if self.lifecycle.has_gradients:
+            raise IllegalStateError(
+                "sleep() is illegal while gradients are pending; it needs a backend whose last call was "
+                "optimizer_step()"
+            )
+        state = State.WEIGHTS_ONLY if keep_weights else State.ASLEEP
+        self._sleeper.enter(state)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.lifecycle.move("sleep", state)
+
+    def wake_up(self, weights_only: bool = False) -> None:
+        """See `TrainBackend.wake_up`."""
+        self.lifecycle.require("wake_up")
+        state = State.WEIGHTS_ONLY if weights_only else State.AWAKE
+        self._sleeper.enter(state)
+        self.lifecycle.move("wake_up", state)
+
+    def close(self) -> None:
+        """See `TrainBackend.close`."""
+        super().close()
+        if self._owns_groups:
+            self._owns_groups = False
+            dist.destroy_process_group()
+
+    _owns_groups = False
+
+    def _log_probs_under(self, tag: str, shard: RolloutShard) -> list[Tensor] | None:
+        self.lifecycle.require("forward_only")
+        if tag not in self._frozen:
+            return super()._log_probs_under(tag, shard)
+        self.lifecycle.require("train")
+        return training.forward_log_probs(self._frozen[tag], shard)
+
+    def _make_groups(self) -> None:
+        """Join the default group, with a deadline, and make the control group and the mesh."""
+        if dist.is_initialized():
+            raise IllegalStateError("setup() needs a process without process groups; close() the earlier backend first")
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        timeout = datetime.timedelta(minutes=self.config.distributed_timeout_minutes)
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        try:
+            dist.init_process_group(
+                # gloo beside nccl: offloaded optimizer state lives on a mesh of its own.
+                "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=timeout,
+            )
+        except (dist.DistError, RuntimeError, ValueError) as error:
+            raise DrivetrainError(
+                f"rank {self.rank} of {self.world_size} could not meet the others at {where} "
+                f"(MASTER_ADDR:MASTER_PORT) within {timeout}: {error}"
+            ) from error
+        self._owns_groups = True
+        self._mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("dp",))
+        self.parallel = ParallelLayout(
+            rank=self.rank,
+            world_size=self.world_size,
+            device=str(self.device),
+            dp_rank=self.rank,
+            dp_size=self.world_size,
+        )
+        if self.world_size == 1:
+            self.groups = ProcessGroups()
+            return
+        world = self._mesh.get_group()
+        control = dist.new_group(backend="gloo", timeout=timeout)
+        assert isinstance(control, dist.ProcessGroup)
+        self.groups = ProcessGroups(world=world, dp=world, dp_cp=world, control=control)
+
+    def _load(self, folder: str, *, trainable: bool) -> MicroBatchRunner:
+        dtype = _DTYPES[self.config.precision]
+        model = load_model(
+            Path(folder),
+            Sharding(
+                mesh=self._mesh,
+                device=self.device,
+                compute_dtype=dtype,
+                master_dtype=torch.float32 if trainable else dtype,
+                trainable=trainable,
+                reshard_after_forward=self.config.fsdp_reshard_after_forward == "always",
+                cpu_offload=self.config.fsdp_cpu_offload,
+                gradient_checkpointing=self.config.gradient_checkpointing and trainable,
+            ),
+            trust_remote_code=self.config.trust_remote_code,
+            fill=not trainable or self.config.load is None,
+            control=self.groups.control,
+        )
+        hf_config = model.module.config
+        return MicroBatchRunner(
+            model=model,
+            parallel=self.parallel,
+            groups=self.groups,
+            kernel=choose_kernel(
+                self.config.attention_backend,
+                device=self.device,
+                dtype=dtype,
+                head_dim=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads,
+            ),
+            temperature=self.config.log_probs_temperature,
+            chunk_size=self.config.log_probs_chunk_size,
+        )
+
+    def _load_frozen(self, flag: str, folder: str | None) -> MicroBatchRunner:
+        if folder is None:
+            raise ConfigError(f"a frozen model was asked for, but {flag} is not given; give {flag} DIR")
+        loaded = self._load(folder, trainable=False)
+        mine, theirs = self._policy.model.module.config.vocab_size, loaded.model.module.config.vocab_size
+        if mine != theirs:
+            raise DataError(
+                f"{flag} {folder} has a vocabulary of {theirs} tokens, --hf-checkpoint has {mine}; "
+                "log-probs of both must be over the same tokens"
+            )
+        return loaded
+
+    def _take_gradients(self) -> dict[str, Tensor]:
+        """Take this rank's gradient shards out of the parameters, by weight name."""
+        gradients = {}
+        for name, weight in self._trained.items():
+            if weight.grad is None:
+                raise DrivetrainError(f"weight {name!r} got no gradient; the loss must depend on the whole model")
+            assert isinstance(weight.grad, DTensor)
+            gradients[name] = weight.grad.to_local()
+            weight.grad = None
+        return gradients
+
+    def _all_but_weights(self) -> dict[str, Tensor]:
+        """Name the tensors on the accelerator that an export does not need."""
+        found = {
+            f"optimizer.{name}": one
+            for name, one in self.optimizer.state().items()
+            if one.device.type == self.device.type
+        }
+        for tag, frozen in self._frozen.items():
+            found |= {f"{tag}.{name}": one for name, one in frozen.model.locals().items()}
+        return found

@@ -1,0 +1,386 @@
+"""Checkpoints of this backend: written by PyTorch DCP, read under any number of ranks, exported to Hugging Face.
+
+A folder holds `dcp/` (weights and Adam's moments, sharded), `trainer_state.json` (the scalars) and one
+`rng_rank*.safetensors` a rank. Reading trusts none of it: tensors are loaded with `weights_only`, and the metadata
+through an unpickler that knows DCP's own classes only. Which folder, and when it is complete, is not decided here.
+"""
+
+import json
+import pickle
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from drivetrain_backend_api.errors import DataError, DrivetrainError
+from drivetrain_backend_fsdp.collectives import gathered, together
+from drivetrain_backend_fsdp.hf_checkpoint import TensorHeader, read_headers
+from drivetrain_backend_fsdp.model import ShardedModel
+from drivetrain_backend_fsdp.optimizer import LossScaler, ShardedAdamW
+
+FORMAT = 1
+"""Version of the folder's layout."""
+
+_TENSORS = "dcp"
+_STATE = "trainer_state.json"
+_MODEL_PREFIX = "model."
+_OPTIMIZER_PREFIX = "optimizer."
+_EXPORT_SHARD_BYTES = 4 * 1024**3
+
+_METADATA_CLASSES = frozenset(
+    (
+        *(
+            ("torch.distributed.checkpoint.metadata", name)
+            for name in (
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorProperties",
+                "TensorStorageMetadata",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+        ("torch", "Size"),
+        *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),
+    )
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerState:
+    """The scalars of a checkpoint.
+
+    Attributes:
+        format: layout of the folder.
+        next_rollout_id: how many rollouts the weights were trained on.
+        optimizer_steps: steps taken, which is also the schedule's position.
+        loss_scale: of fp16, 1 otherwise.
+        loss_scale_good_steps: steps since the scale last changed.
+        world_size: ranks that wrote it.
+    """
+
+    format: int
+    next_rollout_id: int
+    optimizer_steps: int
+    loss_scale: float
+    loss_scale_good_steps: int
+    world_size: int
+
+
+def save_checkpoint(
+    folder: Path,
+    model: ShardedModel,
+    optimizer: ShardedAdamW,
+    scaler: LossScaler,
+    *,
+    next_rollout_id: int,
+    device: torch.device,
+    control: dist.ProcessGroup | None,
+) -> None:
+    """Write everything that training needs to go on; collective, ends when all of it is written.
+
+    Raises:
+        DrivetrainError: writing failed on some rank.
+    """
+    rank, ranks = model.mesh.get_rank(), model.mesh.size()
+
+    def write_own() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(_random_state(device), _rng_file(folder, rank))
+        if rank == 0:
+            state = TrainerState(
+                format=FORMAT,
+                next_rollout_id=next_rollout_id,
+                optimizer_steps=optimizer.steps,
+                loss_scale=scaler.scale,
+                loss_scale_good_steps=scaler.good_steps,
+                world_size=ranks,
+            )
+            (folder / _STATE).write_text(json.dumps(asdict(state), indent=2) + "\n")
+
+    together(write_own, control)
+    try:
+        save(
+            _tensors(model, optimizer),
+            storage_writer=FileSystemWriter(folder / _TENSORS),
+            process_group=control,
+        )
+    except CheckpointException as error:
+        raise DrivetrainError(f"writing the checkpoint {folder} failed: {_first_failure(error)}") from error
+
+
+def load_checkpoint(
+    folder: Path,
+    model: ShardedModel,
+    optimizer: ShardedAdamW,
+    scaler: LossScaler,
+    *,
+    device: torch.device,
+    control: dist.ProcessGroup | None,
+) -> int:
+    """Read a checkpoint into live tensors; collective. Random states come back where the rank count is the same.
+
+    Returns: the next rollout id, equal on all ranks.
+
+    Raises:
+        DataError: no checkpoint, a damaged one, or one of another model; or ranks that see different ones.
+    """
+
+    def look() -> TrainerState:
+        state = read_state(folder)
+        tensors = _tensors(model, optimizer)
+        _check_fit(folder, read_metadata(folder), {name: tuple(one.shape) for name, one in tensors.items()})
+        return state
+
+    state = together(look, control)
+    if len(set(gathered(state.next_rollout_id, control))) > 1:
+        raise DataError(
+            f"{folder}: ranks see different checkpoints (next rollout ids {gathered(state.next_rollout_id, control)}); "
+            "--load must name a folder that all nodes share"
+        )
+    try:
+        load(_tensors(model, optimizer), storage_reader=_Reader(folder / _TENSORS), process_group=control)
+    except CheckpointException as error:
+        raise DataError(f"reading the checkpoint {folder} failed: {_first_failure(error)}") from error
+    optimizer.steps = state.optimizer_steps
+    if scaler.enabled:
+        scaler.scale, scaler.good_steps = state.loss_scale, state.loss_scale_good_steps
+    if state.world_size == model.mesh.size():
+        together(lambda: _restore_random_state(_rng_file(folder, model.mesh.get_rank()), device), control)
+    return state.next_rollout_id
+
+
+def read_state(folder: Path) -> TrainerState:
+    """Read the scalars of a checkpoint.
+
+    Raises:
+        DataError: there is none, or it is damaged or of another format.
+    """
+    path = folder / _STATE
+    if not path.is_file():
+        raise DataError(f"{folder} is no checkpoint of the fsdp backend: it has no {_STATE}")
+    try:
+        state = TrainerState(**json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{path} is damaged: {error}; use an older checkpoint") from error
+    if state.format != FORMAT:
+        raise DataError(f"{path} has format {state.format}, this release reads {FORMAT}; use the release that wrote it")
+    return state
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Read what DCP says of a checkpoint's tensors, by an unpickler that builds nothing but DCP's own classes.
+
+    Raises:
+        DataError: it is missing, damaged, or holds anything else.
+    """
+    path = folder / _TENSORS / ".metadata"
+    try:
+        with path.open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+    except FileNotFoundError as error:
+        raise DataError(f"{folder} is no complete checkpoint: {path} is missing; use an older one") from error
+    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, TypeError, ValueError) as error:
+        raise DataError(f"{path} is damaged: {error}; use an older checkpoint") from error
+    if not isinstance(metadata, Metadata):
+        raise DataError(f"{path} is damaged: it holds a {type(metadata).__name__}; use an older checkpoint")
+    return metadata
+
+
+def export_checkpoint(folder: Path, hf_checkpoint: Path, out: Path, dtype: torch.dtype | None = None) -> None:
+    """Turn a checkpoint into a Hugging Face folder, in one process and without process groups.
+
+    Weights, configuration and tokenizer files are written aside and renamed, so that `out` is complete or absent.
+
+    Args:
+        folder: written by `save_checkpoint`.
+        hf_checkpoint: the model folder that training began with; its configuration and tokenizer are copied.
+        out: must not exist, or be empty.
+        dtype: of floating-point weights; None takes those of `hf_checkpoint`.
+
+    Raises:
+        DataError: a folder cannot be read, or `out` is in use.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise DataError(f"--out {out} exists already; give a folder that does not")
+    read_state(folder)
+    metadata = read_metadata(folder)
+    headers = read_headers(hf_checkpoint)
+    shapes = {
+        name.removeprefix(_MODEL_PREFIX): tuple(one.size)
+        for name, one in metadata.state_dict_metadata.items()
+        if name.startswith(_MODEL_PREFIX) and isinstance(one, TensorStorageMetadata)
+    }
+    dtypes = {name: _export_dtype(name, headers, dtype) for name in shapes}
+    aside = out.parent / f".{out.name}.partial"
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        _copy_companions(hf_checkpoint, aside, dtype)
+        _write_safetensors(folder, aside, shapes, dtypes)
+        if out.exists():
+            out.rmdir()
+        aside.rename(out)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _METADATA_CLASSES:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
+
+
+class _Reader(FileSystemReader):
+    """DCP's reader of folders, with metadata read by `read_metadata`."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        metadata = read_metadata(Path(self.path).parent)
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+def _tensors(model: ShardedModel, optimizer: ShardedAdamW) -> dict[str, Tensor]:
+    """Name every tensor of a checkpoint: live ones, moments as DTensors cut like their weights."""
+    host = None
+    tensors: dict[str, Tensor] = {f"{_MODEL_PREFIX}{name}": one for name, one in model.weights.items()}
+    for kind, moments in optimizer.moments().items():
+        for name, local in moments.items():
+            weight = model.weights[name]
+            assert isinstance(weight, DTensor)
+            mesh = model.mesh
+            if local.device.type != mesh.device_type:
+                # Offloaded moments: from_local would copy them to the mesh's device.
+                host = host or init_device_mesh("cpu", (model.mesh.size(),))
+                mesh = host
+            tensors[f"{_OPTIMIZER_PREFIX}{kind}.{name}"] = _sharded_like(weight, local, mesh)
+    return tensors
+
+
+def _sharded_like(weight: DTensor, local: Tensor, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(
+        local, mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
+
+
+def _check_fit(folder: Path, metadata: Metadata, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    stored = {
+        name: tuple(one.size)
+        for name, one in metadata.state_dict_metadata.items()
+        if isinstance(one, TensorStorageMetadata)
+    }
+    for name in sorted({*shapes, *stored}):
+        if shapes.get(name) != stored.get(name):
+            raise DataError(
+                f"{folder} is a checkpoint of another model: tensor {name!r} has shape {stored.get(name, 'none')} "
+                f"there and {shapes.get(name, 'none')} in the model; give the --hf-checkpoint that training began with"
+            )
+
+
+def _first_failure(error: CheckpointException) -> str:
+    rank, (cause, _) = next(iter(error.failures.items()))
+    return f"rank {rank}: {type(cause).__name__}: {cause}"
+
+
+def _rng_file(folder: Path, rank: int) -> Path:
+    return folder / f"rng_rank{rank:05d}.safetensors"
+
+
+def _random_state(device: torch.device) -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _restore_random_state(path: Path, device: torch.device) -> None:
+    try:
+        states = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{path} cannot be read: {error}; use an older checkpoint") from error
+    if "cpu" in states:
+        torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def _export_dtype(name: str, headers: Mapping[str, TensorHeader], wanted: torch.dtype | None) -> torch.dtype | None:
+    header = headers.get(name)
+    if header is not None and not header.dtype.is_floating_point:
+        return None
+    return wanted or (header.dtype if header else None)
+
+
+def _copy_companions(hf_checkpoint: Path, aside: Path, dtype: torch.dtype | None) -> None:
+    """Copy what a model folder holds beside its weights; `config.json` tells the dtype written."""
+    for path in sorted(hf_checkpoint.iterdir()):
+        weights = path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+        if path.is_file() and not weights and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, aside / path.name)
+    if dtype is not None:
+        config = json.loads((aside / "config.json").read_text())
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _write_safetensors(
+    folder: Path, aside: Path, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype | None]
+) -> None:
+    """Write the weights in files of bounded size, holding one of them at a time."""
+    parts: list[list[str]] = [[]]
+    size = 0
+    for name, shape in shapes.items():
+        nbytes = torch.Size(shape).numel() * 4
+        if parts[-1] and size + nbytes > _EXPORT_SHARD_BYTES:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += nbytes
+    weight_map, total = {}, 0
+    for index, names in enumerate(parts, start=1):
+        file = "model.safetensors" if len(parts) == 1 else f"model-{index:05d}-of-{len(parts):05d}.safetensors"
+        tensors = {f"{_MODEL_PREFIX}{name}": torch.empty(shapes[name]) for name in names}
+        _load_alone(folder, tensors)
+        cast = {
+            name: tensors[f"{_MODEL_PREFIX}{name}"].to(dtypes[name] or torch.float32).contiguous() for name in names
+        }
+        save_file(cast, aside / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(names, file))
+        total += sum(one.nbytes for one in cast.values())
+    if len(parts) > 1:
+        index_json = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (aside / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=2) + "\n")
+
+
+def _load_alone(folder: Path, tensors: dict[str, Tensor]) -> None:
+    try:
+        with warnings.catch_warnings():
+            # DCP warns that no process group exists, which is the point.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            load(tensors, storage_reader=_Reader(folder / _TENSORS), no_dist=True)
+    except CheckpointException as error:
+        raise DataError(f"reading the checkpoint {folder} failed: {_first_failure(error)}") from error
