@@ -18,6 +18,9 @@ MAY_IMPORT = {
     "infra": {"drivetrain_backend_api"},
     "launcher": {"drivetrain_backend_api", "drivetrain_infra"},
 }
+BRINGS_ALONG = {"transformers": {"tokenizers"}}
+"""Distributions whose own dependency is used together with them, in the version that they choose."""
+
 BACKEND_NAMES = {"fsdp", "megatron"}
 
 
@@ -46,7 +49,7 @@ def dependencies(package: str, extras: frozenset[str] = frozenset()) -> set[str]
     found = set()
     for line in lines:
         name, wanted = re.match(r"([\w.-]+)(?:\[([\w,-]+)\])?", line).groups()  # type: ignore[union-attr]
-        found.add(name)
+        found |= {name} | BRINGS_ALONG.get(name, set())
         if (PACKAGES / name.removeprefix("drivetrain-")).is_dir():
             found |= dependencies(name.removeprefix("drivetrain-"), frozenset((wanted or "").split(",")) - {""})
     return found

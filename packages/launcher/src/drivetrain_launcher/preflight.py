@@ -1,6 +1,6 @@
 """What can be found wrong before anything starts: files, folders, sizes, functions, and what the plugins refuse.
 
-Reads headers and first and last lines only. Imports neither torch nor Ray, and knows no plugin by name.
+Reads headers and first and last lines only. Knows no plugin by name, and nothing of Ray.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 from drivetrain_backend_api import ConfigError
 from drivetrain_launcher.arguments import unavailable
 from drivetrain_launcher.config import DataConfig, DrivetrainConfig
-from drivetrain_launcher.rewards import load_function, load_reward
+from drivetrain_launcher.rewards import load_reward
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
@@ -54,8 +54,10 @@ def _batch_findings(config: DrivetrainConfig) -> list[str]:
 def _function_findings(config: DrivetrainConfig) -> list[str]:
     rollout, findings = config.rollout, []
     if rollout.custom_generate is not None:
+        from drivetrain_launcher.custom_generate import load_custom_generate  # needs torch
+
         try:
-            load_function(rollout.custom_generate, flag="--custom-generate")
+            load_custom_generate(rollout.custom_generate)
         except ConfigError as error:
             findings.append(str(error))
     if not config.algorithm.generates and config.evaluation.eval_prompt_data is None:
