@@ -459,5 +459,6 @@ def test_print_config_names_the_source_of_each_value_and_what_is_still_to_be_mad
     assert "eps-clip = 0.3  # recipe staged" in lines
     assert 'algorithm = "grpo"  # default' in lines
     assert "# hf-checkpoint is made by recipe staged when it runs" in lines
+    assert "# eval-prompt-data is not set" in lines
     assert "#   num-rollout = 5" in lines
     assert tomllib.loads(shown)["num-rollout"] == 20

@@ -25,10 +25,10 @@ print(json.dumps([code or 0, seconds, loaded]), file=sys.stderr)
 """
 
 
-def drivetrain(*words: str) -> subprocess.CompletedProcess[str]:
+def drivetrain(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("DRIVETRAIN_")}
     command = [sys.executable, "-m", "drivetrain_launcher.cli", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ | variables)
 
 
 @pytest.mark.parametrize("words", [["--help"], ["backends"], ["backends", "--json"], ["recipes"], ["train", "--help"]])
@@ -114,3 +114,12 @@ def test_a_traceback_goes_to_the_run_folder_or_else_to_a_temporary_one(tmp_path:
     elsewhere = write_traceback(error, tmp_path / "file")
     assert elsewhere.parent != tmp_path / "file"
     assert elsewhere.read_text("utf-8") == "ValueError: broken \\udcff\n"
+
+
+def test_the_readme_shows_what_is_printed() -> None:
+    readme = Path(__file__).parents[2] / "packages" / "launcher" / "README.md"
+    _, _, block = readme.read_text("utf-8").partition("    $ DRIVETRAIN_GRAD_CLIP=-1 drivetrain ")
+    command, *shown = block.partition("    ...")[0].strip().splitlines()
+    printed = drivetrain(*command.split(), DRIVETRAIN_GRAD_CLIP="-1").stderr.splitlines()
+    assert len(shown) == 5
+    assert [line.strip() for line in shown] == printed[: len(shown)]

@@ -440,16 +440,20 @@ def format_request(request: Request) -> str:
     """Write what `--print-config` shows: a file for --config, with the source of each value as a comment."""
     settings = _merge([request.recipe_layer, *request.user_layers])
     chosen = {one.name: getattr(request.surface, plugin).name for plugin, (_, one) in SELECTORS.items()}
+    maker = request.recipe.source if request.recipe else ""
     lines = []
     for one in request.surface.options.values():
         key = Spelling.KEY.write(one.name)
         if one.name in settings:
             setting = settings[one.name]
             lines.append(f"{key} = {_toml(setting.value)}  # {setting.source}")
-        elif one.required and request.recipe is not None:
-            lines.append(f"# {key} is made by {request.recipe.source} when it runs")
+        elif one.required:
+            lines.append(f"# {key} is made by {maker} when it runs")
+        elif (value := chosen.get(one.name, one.default)) is None:
+            # left out of what can be read back, for a recipe may yet make it
+            lines.append(f"# {key} is not set")
         else:
-            lines.append(f"{key} = {_toml(chosen.get(one.name, one.default))}  # default")
+            lines.append(f"{key} = {_toml(value)}  # default")
     if request.warmup is not None:
         lines.append("# in the warm-up stage before:")
         lines += [f"#   {Spelling.KEY.write(name)} = {_toml(one.value)}" for name, one in request.warmup.layer.items()]
