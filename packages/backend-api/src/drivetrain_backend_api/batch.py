@@ -111,8 +111,16 @@ class RolloutBatch:
         )
 
     def with_per_token(self, name: str, values: Tensor | Sequence[Tensor]) -> "RolloutBatch":
-        """Return a batch with one more per-token column, given as [R] or as one 1-D tensor a sample."""
-        column = values if isinstance(values, Tensor) else _join(list(values), self.per_token["loss_mask"].float())
+        """Return a batch with one more per-token column, given as [R] or as one 1-D tensor a sample.
+
+        Raises:
+            DataError: it does not fit the responses; names the first sample that differs.
+        """
+        if isinstance(values, Tensor):
+            column = values
+        else:
+            _check_rows(name, values, self.response_lengths.tolist())
+            column = _join(list(values), self.per_token["loss_mask"].float())
         return replace(self, per_token={**self.per_token, name: column})
 
     def with_per_sample(self, name: str, values: Tensor) -> "RolloutBatch":
@@ -239,10 +247,16 @@ def from_samples(
     per_token: Mapping[str, Sequence[Sequence[float]]] | None = None,
     per_sample: Mapping[str, Sequence[float]] | None = None,
 ) -> RolloutBatch:
-    """Build a batch from Python lists; without a "loss_mask" every response token counts."""
+    """Build a batch from Python lists; without a "loss_mask" every response token counts.
+
+    Raises:
+        DataError: a per-token row is not as long as its response; names the sample.
+    """
     prompts, responses = list(prompts), list(responses)
     columns = dict(per_token or {})
     columns.setdefault("loss_mask", [[1.0] * len(one) for one in responses])
+    for name, rows in columns.items():
+        _check_rows(name, rows, [len(one) for one in responses])
     tokens = [token for prompt, response in zip(prompts, responses, strict=True) for token in (*prompt, *response)]
     return RolloutBatch(
         tokens=torch.tensor(tokens, dtype=torch.int64),
@@ -254,6 +268,17 @@ def from_samples(
         },
         per_sample={name: torch.tensor(rows) for name, rows in (per_sample or {}).items()},
     )
+
+
+def _check_rows(name: str, rows: Sequence[Sequence[float] | Tensor], response_lengths: Sequence[int]) -> None:
+    """Refuse rows of wrong lengths, whose sum alone may well be right."""
+    if len(rows) != len(response_lengths):
+        raise DataError(f"per_token[{name!r}] has {len(rows)} rows, needs {len(response_lengths)}")
+    for sample, (row, length) in enumerate(zip(rows, response_lengths)):
+        if len(row) != length:
+            raise DataError(
+                f"per_token[{name!r}] of sample {sample} has {len(row)} values, its response {length} tokens"
+            )
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,18 +114,19 @@ class _ChunkedLogProbs(torch.autograd.Function):
             log_z = torch.logsumexp(logits, dim=-1)
             log_probs[part] = logits.gather(1, labels[part, None]).squeeze(1) - log_z
             if with_entropy:
-                probabilities = torch.softmax(logits, dim=-1)
-                entropy[part] = log_z - (probabilities * logits).sum(-1)
+                entropy[part] = torch.special.entr(torch.softmax(logits, dim=-1)).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, labels, entropy)
-        ctx.settings = (scale, softcap, temperature, chunk_size, with_entropy)
+        ctx.settings = (scale, softcap, temperature, chunk_size)
+        ctx.set_materialize_grads(False)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx, grad_log_probs: Tensor, grad_entropy: Tensor | None):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN205
+    @once_differentiable
+    def backward(ctx, grad_log_probs: Tensor | None, grad_entropy: Tensor | None):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN205
         hidden, weight, bias, labels, entropy = ctx.saved_tensors
-        scale, softcap, temperature, chunk_size, with_entropy = ctx.settings
+        scale, softcap, temperature, chunk_size = ctx.settings
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         dtype = _accumulation_dtype(hidden.dtype)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
@@ -135,10 +137,12 @@ class _ChunkedLogProbs(torch.autograd.Function):
             logits, slope = _scaled_logits(hidden[part], weight, bias, scale, softcap, temperature)
             log_probabilities = torch.log_softmax(logits, dim=-1)
             probabilities = log_probabilities.exp()
-            weighted = grad_log_probs[part, None]
-            grad_logits = probabilities * -weighted
-            grad_logits.scatter_add_(1, labels[part, None], weighted.to(dtype))
-            if with_entropy and grad_entropy is not None:
+            grad_logits = torch.zeros_like(probabilities)
+            if grad_log_probs is not None:
+                weighted = grad_log_probs[part, None]
+                grad_logits -= probabilities * weighted
+                grad_logits.scatter_add_(1, labels[part, None], weighted)
+            if grad_entropy is not None:
                 # dH/dz_j = -p_j (log p_j + H); p log p is 0 where p is 0, also when log p is -inf
                 surprise = torch.nan_to_num(log_probabilities, neginf=0.0) + entropy[part, None]
                 grad_logits -= grad_entropy[part, None] * probabilities * surprise

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from drivetrain_backend_api.errors import IllegalStateError
+
 
 class HostCopies:
     """Moves the storages of a set of tensors to host buffers and back.
@@ -53,9 +55,14 @@ class HostCopies:
         self._away.clear()
 
     def drop_buffers(self) -> None:
-        """Free the host buffers too; legal only while nothing is away."""
-        if not self._away:
-            self._buffers.clear()
+        """Free the host buffers too.
+
+        Raises:
+            IllegalStateError: they hold the only copy of something.
+        """
+        if self._away:
+            raise IllegalStateError("drop_buffers() is illegal while tensors are on the host: call bring_back() first")
+        self._buffers.clear()
 
 
 def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:

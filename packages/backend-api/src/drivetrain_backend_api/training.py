@@ -154,8 +154,8 @@ def train_step(
 
 def count_denominators(batch: RolloutBatch, groups: ProcessGroups) -> Denominators:
     """Count loss tokens, and samples that have any, over the data-parallel ranks; neither is below 1."""
-    mask = batch.per_token["loss_mask"]
+    mask = batch.per_token["loss_mask"].cpu()
     tokens = int(mask.sum())
-    sequences = sum(bool(batch.sample_column("loss_mask", one).any()) for one in range(len(batch)))
-    totals = sum_scalars([tokens, sequences], group=groups.dp, device=str(mask.device))
+    sequences = sum(bool(one.any()) for one in torch.split(mask, batch.response_lengths.tolist()))
+    totals = sum_scalars([tokens, sequences], group=groups.dp, device=str(batch.tokens.device))
     return Denominators(tokens=max(totals[0], 1.0), sequences=max(totals[1], 1.0))

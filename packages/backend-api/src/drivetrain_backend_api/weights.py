@@ -212,7 +212,13 @@ class WeightManager:
         return tuple(self._kept)
 
     def backup(self, tag: str) -> None:
-        """Copy the live weights to the host under `tag`, reusing the buffers of an earlier backup."""
+        """Copy the live weights to the host under `tag`, reusing the buffers of an earlier backup.
+
+        Raises:
+            IllegalStateError: the policy's copy would be overwritten by other weights.
+        """
+        if tag == POLICY_TAG:
+            self.require_policy("backup_weights")
         live = self._live_weights()
         kept = self._kept.setdefault(tag, {})
         for name, tensor in live.items():

@@ -1,0 +1,105 @@
+"""Options declared by dataclasses: what they are derived to, and what values they refuse."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+
+from drivetrain_backend_api import ConfigError, OptionGroup, TrainConfig, option, options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base(OptionGroup):
+    needed: str = option(help="must be given", metavar="DIR")
+    ratio: float = option(0.5, help="in between", minimum=0, maximum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Derived(Base):
+    how_many: int | None = option(None, help="a count", above=0)
+    names: tuple[str, ...] = option((), help="several", choices=("a", "b"))
+    kind: Literal["x", "y"] = option("x", help="one of two")
+    switch: bool = option(False, help="on or off")
+
+    def findings(self) -> list[str]:
+        return ["--switch needs --how-many"] if self.switch and self.how_many is None else []
+
+
+def test_options_are_derived_from_fields_with_their_owner() -> None:
+    found = {one.name: one for one in options(Derived)}
+    assert list(found) == ["needed", "ratio", "how_many", "names", "kind", "switch"]
+    assert [one.group for one in found.values()] == ["Base"] * 2 + ["Derived"] * 4
+    assert found["how_many"].flag == "--how-many"
+    assert [name for name, one in found.items() if one.required] == ["needed"]
+    assert [(one.type, one.many, one.optional) for one in found.values()] == [
+        (str, False, False),
+        (float, False, False),
+        (int, False, True),
+        (str, True, False),
+        (str, False, False),
+        (bool, False, False),
+    ]
+    assert found["kind"].choices == ("x", "y")
+    assert found["needed"].metavar == "DIR"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"ratio": -0.1}, "--ratio -0.1: must be at least 0"),
+        ({"ratio": 1.5}, "--ratio 1.5: must be at most 1"),
+        ({"ratio": float("nan")}, "--ratio nan: must be at least 0"),
+        ({"ratio": None}, "--ratio needs a value"),
+        ({"how_many": 0}, "--how-many 0: must be above 0"),
+        ({"how_many": float("inf")}, "--how-many inf: must be a finite number"),
+        ({"names": ("a", "c")}, "--names c: not one of a, b"),
+        ({"kind": "z"}, "--kind z: not one of x, y"),
+        ({"switch": True}, "--switch needs --how-many"),
+    ],
+)
+def test_values_out_of_range_name_flag_value_and_range(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Derived(needed="x", **values)
+    assert str(caught.value) == message
+
+
+def test_all_findings_come_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Derived(needed="x", ratio=2, kind="z", switch=True)  # type: ignore[arg-type]
+    assert str(caught.value).splitlines() == [
+        "--ratio 2: must be at most 1",
+        "--kind z: not one of x, y",
+        "--switch needs --how-many",
+    ]
+
+
+def test_a_field_without_a_description_is_a_programming_error() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Careless(OptionGroup):
+        forgotten: int = 3
+
+    with pytest.raises(TypeError, match=r"Careless\.forgotten is not declared with option"):
+        options(Careless)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"bf16": True, "fp32": True}, "--bf16 and --fp32 exclude each other"),
+        ({"use_dynamic_batch_size": True}, "--use-dynamic-batch-size needs --max-tokens-per-gpu"),
+        ({"max_tokens_per_gpu": 10}, "acts only with --use-dynamic-batch-size"),
+        ({"lr": 1e-6, "min_lr": 1e-3}, "--min-lr 0.001 is above --lr 1e-06"),
+        ({"lr_decay_iters": 5, "lr_warmup_iters": 5}, "--lr-decay-iters 5 must be above --lr-warmup-iters 5"),
+    ],
+)
+def test_train_options_that_contradict_each_other_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig(hf_checkpoint="model", **values)
+
+
+def test_precision_and_temperature_have_their_defaults() -> None:
+    assert TrainConfig(hf_checkpoint="m").precision == "bf16"
+    assert TrainConfig(hf_checkpoint="m", fp16=True).precision == "fp16"
+    assert TrainConfig(hf_checkpoint="m", fp32=True).precision == "fp32"
+    assert TrainConfig(hf_checkpoint="m", rollout_temperature=0.0).log_probs_temperature == 1.0
+    assert TrainConfig(hf_checkpoint="m", rollout_temperature=0.6).log_probs_temperature == 0.6
