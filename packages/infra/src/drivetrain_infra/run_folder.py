@@ -29,21 +29,28 @@ class RunFolder:
         self.log = root / "drivetrain.log"
         self._latest = root / "latest"
 
+    def refuse_if_used(self) -> None:
+        """Refuse a folder that holds a run already.
+
+        Raises:
+            ConfigError: it has metrics or a checkpoint.
+        """
+        if self._latest.exists() or (self.metrics.exists() and self.metrics.stat().st_size):
+            raise ConfigError(
+                f"--save {self.root}: holds a run already; choose another folder, or remove this one. "
+                f"To go on from its weights: --load {self.root} --save NEW"
+            )
+
     def create(self, config: Mapping[str, Any]) -> None:
         """Make the folder of a new run and write its resolved configuration.
 
         Raises:
             ConfigError: the folder holds a run already, or cannot be written.
         """
-        if self.metrics.exists() or self._latest.exists():
-            raise ConfigError(
-                f"--save {self.root}: holds a run already; choose another folder, or remove this one. "
-                f"To go on from its weights: --load {self.root} --save NEW"
-            )
+        self.refuse_if_used()
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             write_atomically(self.config, json.dumps(config, indent=2) + "\n")
-            self.metrics.touch()
         except OSError as error:
             raise ConfigError(f"--save {self.root}: cannot be written ({error}); choose a writable folder") from error
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from drivetrain_backend_api.packing import shard_rollout
 from drivetrain_infra.engines.base import SamplingParams
@@ -15,6 +16,9 @@ from drivetrain_launcher.data import Prompt, PromptSource, sft_samples
 from drivetrain_launcher.progress import Display
 from drivetrain_launcher.rollout import Generator, Rollout, labelled_rollout
 from drivetrain_launcher.train_group import TrainGroup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +63,7 @@ class Run:
     folder: RunFolder
     prompts: PromptSource
     evaluation: Sequence[Prompt]
+    tokenizer: "PreTrainedTokenizerBase"
     trainer: TrainGroup
     generator: Generator | None
     weights: WeightSession | None
@@ -92,7 +97,7 @@ def generate(run: Run, rollout_id: int) -> Rollout:
     options = run.config.rollout
     prompts = run.prompts.next_prompts(options.rollout_batch_size)
     if not run.config.algorithm.generates:
-        return labelled_rollout(sft_samples(prompts, run.trainer.tokenizer))
+        return labelled_rollout(sft_samples(prompts, run.tokenizer))
     assert run.generator is not None
     sampling = sampling_params(run.config)
     return run.generator.generate(

@@ -14,7 +14,6 @@ from drivetrain_launcher.worker import SetupResult
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +23,10 @@ class TrainGroup:
     Attributes:
         workers: actor handles by rank.
         results: what `setup` returned, by rank.
-        tokenizer: of the model that is trained.
     """
 
     workers: Sequence["ActorHandle[Any]"]
     results: Sequence[SetupResult]
-    tokenizer: "PreTrainedTokenizerBase"
 
     @property
     def dp_size(self) -> int:

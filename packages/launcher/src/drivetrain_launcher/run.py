@@ -1,0 +1,233 @@
+"""A run from the request to its last checkpoint: recipe, checks, data, Ray, warm-up stage, main stage."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from drivetrain_backend_api import ConfigError
+from drivetrain_infra.run_folder import RunFolder, resolve_checkpoint
+from drivetrain_infra.tracking.base import Tracker, Trackers
+from drivetrain_infra.tracking.jsonl import JsonlTracker
+from drivetrain_launcher.config import DrivetrainConfig
+from drivetrain_launcher.preflight import preflight
+from drivetrain_launcher.recipes import arithmetic
+from drivetrain_launcher.sources import Request, Stage, build_config, config_values
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from drivetrain_launcher.data import Prompt, PromptDataset
+    from drivetrain_launcher.loop import Plan
+
+_MAKERS = {"arithmetic": arithmetic}
+"""What a recipe's `make` may name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedStage:
+    """One stage of a run, checked, with its data read; nothing is started yet.
+
+    Attributes:
+        evaluation: held-out prompts, empty for none.
+        stop: the rollout id after the last.
+    """
+
+    title: str
+    config: DrivetrainConfig
+    folder: RunFolder
+    tokenizer: "PreTrainedTokenizerBase"
+    dataset: "PromptDataset"
+    evaluation: "Sequence[Prompt]"
+    stop: int
+
+
+def run_train(request: Request) -> int:
+    """Run what was asked for. Returns the exit code.
+
+    Raises:
+        ConfigError: it cannot work, found before anything starts.
+        DrivetrainError: it failed while running; what was durable is still there.
+    """
+    console = Console(soft_wrap=True)
+    folder = RunFolder(request.save)
+    folder.refuse_if_used()
+    stages = prepare(request, folder, console)
+
+    from drivetrain_launcher.factory import start_cluster
+
+    with start_cluster([stage.config.placement for stage in stages], folder=folder.root):
+        for stage, following in zip(stages, [*stages[1:], None]):
+            checkpoint = run_stage(stage, console)
+            if following is not None:
+                model = folder.root / f"{stage.folder.root.name}_model"
+                stage.config.backend.load_export_checkpoint()(checkpoint, Path(stage.config.train.hf_checkpoint), model)
+                console.print(f"{stage.title} ended; {following.title} starts from {model}")
+    console.print(f"metrics: {folder.metrics}")
+    console.print(f"to use the model: drivetrain export {folder.root} --out HF_DIR")
+    return 0
+
+
+def prepare(request: Request, folder: RunFolder, console: Console) -> list[PreparedStage]:
+    """Make what a recipe needs, then check and read everything; returns the stages in order."""
+    made = folder.root / "made"
+    maker = _MAKERS[request.recipe.make] if request.recipe and request.recipe.make else None
+    values = maker.options(made) if maker else {}
+    config = build_config(request, made=values)
+    if maker:
+        maker.make(made, config.train.seed)
+    if request.warmup is None:
+        return [prepare_stage(config, folder, console, title=config.algorithm.name)]
+    first = RunFolder(folder.root / "warmup")
+    first_values = {**values, **maker.warmup_options(made)} if maker else {}
+    warmup = build_config(request, stage=Stage.WARMUP, made=first_values, overrides={"save": str(first.root)})
+    warmed_up = {"hf_checkpoint": str(folder.root / "warmup_model")}
+    return [
+        prepare_stage(warmup, first, console, title="warm-up"),
+        prepare_stage(
+            config,
+            folder,
+            console,
+            title=config.algorithm.name,
+            start_from=build_config(request, made=values, overrides=warmed_up),
+        ),
+    ]
+
+
+def prepare_stage(
+    config: DrivetrainConfig,
+    folder: RunFolder,
+    console: Console,
+    *,
+    title: str,
+    start_from: DrivetrainConfig | None = None,
+) -> PreparedStage:
+    """Check one stage, read its data, and make its folder.
+
+    Args:
+        config: what is checked now.
+        start_from: what is run, where the model it starts from is only made by the stage before.
+    """
+    preflight(config)
+    from transformers import AutoTokenizer
+
+    from drivetrain_launcher.data import PromptDataset
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        config.train.hf_checkpoint, trust_remote_code=config.train.trust_remote_code
+    )
+    dataset = PromptDataset.load(config.data.prompt_data, config.data, tokenizer)
+    if dataset.left_out:
+        console.print(f"left out {dataset.left_out} prompts longer than --rollout-max-prompt-len")
+    held_out: Sequence[Prompt] = ()
+    if config.evaluation.eval_prompt_data is not None:
+        held_out = PromptDataset.load(config.evaluation.eval_prompt_data, config.data, tokenizer).prompts
+    stop = _num_rollouts(config, len(dataset))
+    config = _resolved(start_from or config, stop)
+    folder.create(config_values(config))
+    return PreparedStage(
+        title=title,
+        config=config,
+        folder=folder,
+        tokenizer=tokenizer,
+        dataset=dataset,
+        evaluation=held_out,
+        stop=stop,
+    )
+
+
+def run_stage(stage: PreparedStage, console: Console) -> Path:
+    """Train one stage on a running cluster; returns its last checkpoint."""
+    from drivetrain_launcher.data import PromptSource
+    from drivetrain_launcher.factory import start_resources
+    from drivetrain_launcher.loop import Run, train
+    from drivetrain_launcher.progress import Display
+
+    config = stage.config
+    prompts = PromptSource(stage.dataset, shuffle=config.data.rollout_shuffle, seed=config.train.seed)
+    with start_resources(stage) as resources:
+        plan = plan_rollouts(config, start=resources.trainer.next_rollout_id, stop=stage.stop)
+        prompts.next_prompts(plan.start * config.rollout.rollout_batch_size)  # what earlier rollouts read
+        with (
+            open_trackers(config, stage.folder) as tracker,
+            Display(console, title=stage.title, start=plan.start, stop=plan.stop) as display,
+        ):
+            train(
+                Run(
+                    config=config,
+                    plan=plan,
+                    folder=stage.folder,
+                    prompts=prompts,
+                    evaluation=stage.evaluation,
+                    tokenizer=stage.tokenizer,
+                    trainer=resources.trainer,
+                    generator=resources.generator,
+                    weights=resources.weights,
+                    tracker=tracker,
+                    display=display,
+                )
+            )
+    console.print(display.summary())
+    return stage.folder.latest()
+
+
+def plan_rollouts(config: DrivetrainConfig, *, start: int, stop: int) -> "Plan":
+    """Decide which rollouts are made, evaluated and saved.
+
+    Raises:
+        ConfigError: the loaded weights have had them all.
+    """
+    from drivetrain_launcher.loop import Plan
+
+    if start >= stop:
+        raise ConfigError(
+            f"--load {config.train.load} was trained on {start} rollouts already, and --num-rollout (or --num-epoch) "
+            f"ends the run at {stop}; raise it above {start}"
+        )
+    evaluates = config.evaluation.eval_prompt_data is not None
+    return Plan(
+        start=start,
+        stop=stop,
+        evaluate_every=(config.evaluation.eval_interval or stop) if evaluates else None,
+        evaluate_first=evaluates and not config.evaluation.skip_eval_before_train,
+        save_every=config.run_folder.save_interval,
+    )
+
+
+@contextmanager
+def open_trackers(config: DrivetrainConfig, folder: RunFolder) -> Iterator[Tracker]:
+    """Open every place where metrics go, and close them all at the end."""
+    trackers: list[Tracker] = [JsonlTracker(folder.metrics)]
+    if config.tracking.use_wandb:
+        from drivetrain_infra.tracking.wandb import WandbTracker
+
+        trackers.append(WandbTracker(config.tracking, folder.root, config_values(config)))
+    together = Trackers(trackers)
+    try:
+        yield together
+    finally:
+        together.close()
+
+
+def _num_rollouts(config: DrivetrainConfig, prompts: int) -> int:
+    if config.loop.num_rollout is not None:
+        return config.loop.num_rollout
+    assert config.loop.num_epoch is not None
+    return math.ceil(config.loop.num_epoch * prompts / config.rollout.rollout_batch_size)
+
+
+def _resolved(config: DrivetrainConfig, num_rollouts: int) -> DrivetrainConfig:
+    """Resolve `--load` to a checkpoint, and let the learning rate decay over the whole run unless told otherwise."""
+    train = config.train
+    if train.load is not None:
+        train = dataclasses.replace(train, load=str(resolve_checkpoint(Path(train.load))))
+    if train.lr_decay_style != "constant" and train.lr_decay_iters is None:
+        samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
+        steps = num_rollouts * samples // (train.global_batch_size or samples)
+        train = dataclasses.replace(train, lr_decay_iters=steps)
+    return dataclasses.replace(config, train=train)

@@ -1,0 +1,129 @@
+"""Rollouts with the real engine in this process: seeds, alignment of columns, rewards and metrics."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from drivetrain_backend_api import DataError, load_implementation, load_spec
+from drivetrain_backend_api.batch import SampleStatus
+from drivetrain_infra.engines.base import ROLLOUT_ENGINES, EngineSettings, GenerateRequest, Generation, SamplingParams
+from drivetrain_launcher.config import DataConfig
+from drivetrain_launcher.data import Prompt, PromptDataset
+from drivetrain_launcher.recipes import arithmetic
+from drivetrain_launcher.rewards import Reward, load_reward
+from drivetrain_launcher.rollout import Generator, labelled_rollout
+
+SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=5)
+
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sums")
+    arithmetic.make(folder, seed=7)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def generator(sums: Path) -> Generator:
+    spec = load_spec(ROLLOUT_ENGINES, "transformers")
+    engine = load_implementation(ROLLOUT_ENGINES, spec)(
+        EngineSettings(
+            model=str(sums / "model"),
+            device="cpu",
+            dtype="float32",
+            trust_remote_code=False,
+            options=spec.config_class(),
+        )
+    )
+    engine.start()
+    return Generator(
+        call=engine.generate,
+        weight_version=lambda: engine.weight_version,
+        tokenizer=AutoTokenizer.from_pretrained(sums / "model"),
+        reward=load_reward("math"),
+        custom_generate=None,
+        seed=7,
+        seconds=60,
+    )
+
+
+@pytest.fixture(scope="module")
+def prompts(sums: Path, generator: Generator) -> Sequence[Prompt]:
+    config = DataConfig(prompt_data=str(sums / "train.jsonl"), input_key="question", label_key="answer")
+    return PromptDataset.load(config.prompt_data, config, generator.tokenizer).prompts[:6]
+
+
+def test_a_rollout_is_the_same_whenever_it_is_made(generator: Generator, prompts: Sequence[Prompt]) -> None:
+    first = generator.generate(3, prompts, samples_per_prompt=4, sampling=SAMPLING).batch
+    again = generator.generate(3, prompts, samples_per_prompt=4, sampling=SAMPLING).batch
+    other = generator.generate(4, prompts, samples_per_prompt=4, sampling=SAMPLING).batch
+    assert torch.equal(first.tokens, again.tokens)
+    assert torch.equal(first.per_token["rollout_log_probs"], again.per_token["rollout_log_probs"])
+    assert not torch.equal(first.tokens[: len(other.tokens)], other.tokens[: len(first.tokens)])
+
+
+def test_evaluations_draw_other_streams_than_rollouts(generator: Generator, prompts: Sequence[Prompt]) -> None:
+    rollout = generator.generate(3, prompts, samples_per_prompt=4, sampling=SAMPLING).batch
+    evaluation = generator.generate(3, prompts, samples_per_prompt=4, sampling=SAMPLING, evaluation=True).batch
+    assert rollout.tokens.tolist() != evaluation.tokens.tolist()
+
+
+def test_log_probs_stand_at_their_own_tokens(generator: Generator, prompts: Sequence[Prompt], sums: Path) -> None:
+    batch = generator.generate(0, prompts, samples_per_prompt=2, sampling=SAMPLING).batch
+    model = AutoModelForCausalLM.from_pretrained(sums / "model")
+    for sample in range(len(batch)):
+        tokens = batch.sample_tokens(sample)
+        with torch.no_grad():
+            log_probs = torch.log_softmax(model(tokens[None]).logits[0].float(), -1)
+        response = int(batch.response_lengths[sample])
+        expected = log_probs[-response - 1 : -1].gather(1, tokens[-response:, None]).squeeze(1)
+        # fp32 both: cached decoding in a padded batch against one forward
+        torch.testing.assert_close(batch.sample_column("rollout_log_probs", sample), expected, atol=1e-4, rtol=0)
+
+
+def test_samples_of_a_prompt_form_a_group(generator: Generator, prompts: Sequence[Prompt]) -> None:
+    batch = generator.generate(0, prompts, samples_per_prompt=2, sampling=SAMPLING).batch
+    assert batch.per_sample["group_id"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    for sample in range(len(batch)):
+        prompt_length = batch.lengths[sample] - int(batch.response_lengths[sample])
+        assert tuple(batch.sample_tokens(sample)[:prompt_length].tolist()) == prompts[sample // 2].prompt_ids
+
+
+def test_reward_sees_the_response_and_metrics_add_up(generator: Generator, prompts: Sequence[Prompt]) -> None:
+    seen = []
+
+    def record(sample: object) -> float:
+        seen.append(sample)
+        return float(len(seen) % 2)
+
+    recording = replace(generator, reward=Reward(name="record", function=record))
+    rollout = recording.generate(0, prompts, samples_per_prompt=2, sampling=SAMPLING)
+    assert [one.label for one in seen] == [prompt.label for prompt in prompts for _ in range(2)]
+    assert [one.response_length for one in seen] == rollout.batch.response_lengths.tolist()
+    assert rollout.batch.per_sample["reward"].tolist() == [1.0, 0.0] * 6
+    assert rollout.metrics["reward"] == 0.5
+    assert rollout.metrics["reward_std"] == 0.5
+    assert rollout.metrics["groups_with_one_reward"] == 0.0
+    statuses = rollout.batch.per_sample["status"]
+    truncated = rollout.batch.response_lengths == SAMPLING.max_new_tokens
+    # a response that reaches the limit may still end with the stop token
+    assert (~truncated <= (statuses == int(SampleStatus.COMPLETED))).all()
+    assert rollout.metrics["truncated"] == float((statuses == int(SampleStatus.TRUNCATED)).double().mean())
+
+
+def test_an_engine_whose_shapes_disagree_is_refused(generator: Generator, prompts: Sequence[Prompt]) -> None:
+    def short(requests: Sequence[GenerateRequest]) -> list[Generation]:
+        return [replace(one, log_probs=one.log_probs[:-1]) for one in generator.call(requests)]
+
+    with pytest.raises(DataError, match=r"for sample 0 \(.*train.jsonl:1\)"):
+        replace(generator, call=short).generate(0, prompts, samples_per_prompt=2, sampling=SAMPLING)
+
+
+def test_labelled_rollouts_count_every_response_token() -> None:
+    batch = labelled_rollout([((1, 2), (3,)), ((4,), (5, 6, 7))]).batch
+    assert batch.response_lengths.tolist() == [1, 3]
+    assert batch.per_token["loss_mask"].tolist() == [1.0] * 4
