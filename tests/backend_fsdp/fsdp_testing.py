@@ -27,6 +27,9 @@ from drivetrain_backend_api.weights import Holders, unflatten
 from drivetrain_backend_fsdp.backend import FsdpBackend
 from drivetrain_backend_fsdp.config import FsdpConfig
 
+# Models this small gain nothing from threads, and lose much where other processes want the same cores.
+torch.set_num_threads(1)
+
 VOCABULARY = 67  # odd, so that shards are uneven
 ENTROPY_COEF = 0.01
 RANK_WORKER = Path(__file__).with_name("rank_worker.py")
@@ -127,7 +130,7 @@ def reference_train(
     eps: float,
     temperature: float = 1.0,
 ) -> Trained:
-    """Train on the rollout's consecutive halves, thirds... for `steps` optimizer steps."""
+    """Take `steps` optimizer steps over equal consecutive parts of the rollout."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     before = [reference_log_probs(model, rollout, one, temperature)[0].detach() for one in range(len(rollout))]
     parameters = list(model.parameters())
@@ -143,7 +146,7 @@ def reference_train(
     size = len(rollout) // steps
     for step, lr in zip(range(steps), lrs, strict=True):
         samples = range(step * size, (step + 1) * size)
-        tokens = sum(float(rollout.sample_column("loss_mask", one).sum()) for one in samples)
+        tokens = max(1.0, sum(float(rollout.sample_column("loss_mask", one).sum()) for one in samples))
         total = 0.0
         for one in samples:
             log_p, entropy = reference_log_probs(model, rollout, one, temperature)
@@ -162,6 +165,19 @@ def reference_train(
 
 def model_weights(model: Any) -> dict[str, Tensor]:
     return {name: one.detach().clone() for name, one in model.named_parameters()}
+
+
+def worst_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Largest relative error of any weight, in norm."""
+    assert set(found) == set(expected)
+    return max(((found[name] - one).norm() / one.norm()).item() for name, one in expected.items())
+
+
+def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Bit for bit."""
+    assert set(found) == set(expected)
+    different = [name for name, one in expected.items() if not torch.equal(found[name], one)]
+    assert different == []
 
 
 def config_of(folder: str, **overrides: Any) -> FsdpConfig:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fsdp_testing import config_of, exported, make_rollout, train_here
+from fsdp_testing import PolicyGradient, config_of, exported, make_rollout, train_here
 
 from drivetrain_backend_api.errors import DrivetrainError, WeightExportAbortedError
 from drivetrain_backend_api.parallel import Role
@@ -23,57 +23,68 @@ def backend_of(config: FsdpConfig, rank: int, ranks: int) -> FsdpBackend:
     return FsdpBackend(config, Role.POLICY, rank, ranks, "cpu")
 
 
-def parity(arguments: Any, folder: Path, rank: int, ranks: int) -> Any:
-    """Train once for each case (overrides of the configuration, and the rollout's size)."""
+def everything(arguments: Any, folder: Path, rank: int, ranks: int) -> Any:
+    """All programs in one launch, since starting a rank costs most of its time."""
+    return {
+        "parity": parity(arguments["cases"], rank, ranks),
+        "checkpoint": checkpoint(arguments["model"], Path(arguments["checkpoint"]), rank, ranks),
+        "refusal": refusal(arguments["broken_model"], rank, ranks),
+    }
+
+
+def parity(cases: Any, rank: int, ranks: int) -> Any:
+    """Train once for each case: a model, overrides of the configuration, and the rollout's size."""
     results = []
-    for case in arguments["cases"]:
-        with backend_of(config_of(**case["config"]), rank, ranks) as backend:
+    for case in cases:
+        with backend_of(config_of(case["model"], **case["config"]), rank, ranks) as backend:
             results.append(train_here(backend, make_rollout(case["samples"])))
     return results
 
 
-def checkpoint(arguments: Any, folder: Path, rank: int, ranks: int) -> Any:
-    """Two steps, a save, a third step; then load the save and take the third step again; also an export's rules."""
-    first, second = make_rollout(8, seed=1), make_rollout(8, seed=2)
-    target = Path(arguments["checkpoint"])
-    with backend_of(config_of(arguments["model"], global_batch_size=4), rank, ranks) as backend:
-        train_here(backend, first)
+def checkpoint(model: str, target: Path, rank: int, ranks: int) -> Any:
+    """Two steps, a save, two more; then load the save and take the last two again. Also export, sleep and wake."""
+    with backend_of(config_of(model, global_batch_size=4), rank, ranks) as backend:
+        train_here(backend, make_rollout(8, seed=1))
         backend.save_checkpoint(target).finalize()
         saved = exported(backend)
-        shard = backend.preprocess_rollout_data(second)
-        from fsdp_testing import PolicyGradient
-
+        moments = {name: one.clone() for name, one in backend.optimizer.state().items()}
+        shard = backend.preprocess_rollout_data(make_rollout(8, seed=2))
         expected_metrics = backend.train(1, shard, PolicyGradient(None))
         expected = exported(backend)
         holders = {one.value: _held(backend, one) for one in Holders}
-        aborted = _abandoned(backend, leaver=ranks - 1)
+        told = _abandoned(backend, leaver=ranks - 1)
         backend.sleep()
         backend.wake_up()
         woken = exported(backend)
-    with backend_of(config_of(arguments["model"], global_batch_size=4, load=str(target)), rank, ranks) as backend:
+    with backend_of(config_of(model, global_batch_size=4, load=str(target)), rank, ranks) as backend:
         next_rollout_id = backend.setup()
         loaded = exported(backend)
-        found_metrics = backend.train(1, backend.preprocess_rollout_data(second), PolicyGradient(None))
+        shard = backend.preprocess_rollout_data(make_rollout(8, seed=2))
+        found_metrics = backend.train(1, shard, PolicyGradient(None))
         found = exported(backend)
-    try:
-        with backend_of(config_of(arguments["broken_model"]), rank, ranks) as backend:
-            backend.setup()
-        refusal = ""
-    except DrivetrainError as error:
-        refusal = str(error)
     return {
         "next_rollout_id": next_rollout_id,
         "saved": saved,
+        "moments": moments,
         "loaded": loaded,
         "expected": expected,
         "found": found,
         "expected_metrics": expected_metrics,
         "found_metrics": found_metrics,
         "holders": holders,
-        "aborted": aborted,
+        "told_of_abandoned_export": told,
         "woken": woken,
-        "refusal": refusal,
     }
+
+
+def refusal(model: str, rank: int, ranks: int) -> str:
+    """What a rank says of a model folder that only rank 0 reads and that lacks a tensor."""
+    try:
+        with backend_of(config_of(model), rank, ranks) as backend:
+            backend.setup()
+    except DrivetrainError as error:
+        return str(error)
+    return ""
 
 
 def _held(backend: FsdpBackend, holders: Holders) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from drivetrain_backend_api import Capabilities, ConfigError, DataError, DrivetrainError, IllegalStateError, training
 from drivetrain_backend_api.backend import SaveHandle, StepFn, StepOutcome, TrainBackend
@@ -162,6 +163,20 @@ class FsdpBackend(TrainBackend):
         state = State.WEIGHTS_ONLY if weights_only else State.AWAKE
         self._sleeper.enter(state)
         self.lifecycle.move("wake_up", state)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The sharded causal language model under training."""
+        return self._policy.model.module
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by before the backward pass; 1 unless fp16."""
+        return self._scaler.scale
+
+    def local_weights(self) -> dict[str, Tensor]:
+        """Return this rank's part of every weight by Hugging Face name, sharing its storage."""
+        return self._policy.model.locals()
 
     def close(self) -> None:
         """See `TrainBackend.close`."""

@@ -3,6 +3,7 @@
 `load_model` is the whole story top to bottom. Knows nothing of optimizers, losses or checkpoints.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
 from drivetrain_backend_api.errors import DataError, DrivetrainError, UnsupportedModelError
@@ -177,20 +179,20 @@ def _ignored(module: PreTrainedModel) -> list[str]:
 
 
 def apply_fsdp2(module: PreTrainedModel, sharding: Sharding) -> None:
-    """Shard every transformer block, then the root with embedding, final norm and head, over the mesh.
+    """Shard every transformer block (checkpointed on request), then the root with embedding, norm and head.
 
     Gradients are reduced in fp32 and summed, never averaged.
     """
-    if sharding.gradient_checkpointing:
-        module.gradient_checkpointing_enable(  # type: ignore[no-untyped-call]
-            gradient_checkpointing_kwargs={"use_reentrant": False}
-        )
     module.requires_grad_(sharding.trainable)
     precision = MixedPrecisionPolicy(param_dtype=sharding.compute_dtype, reduce_dtype=torch.float32)
     offload: OffloadPolicy = OffloadPolicy()
     if sharding.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=sharding.device.type == "cuda")
     for block in blocks_of(module):
+        if sharding.gradient_checkpointing:
+            # Inside the block's FSDP hooks, so that the recomputation finds its parameters gathered. Nothing is random.
+            recomputed = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+            setattr(block, "forward", recomputed)  # noqa: B010 - a method to types
         fully_shard(
             block,
             mesh=sharding.mesh,
