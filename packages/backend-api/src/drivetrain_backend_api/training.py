@@ -4,6 +4,7 @@ They drive anything that has the few attributes they use, and are shared by all 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -66,7 +67,7 @@ def forward_log_probs(backend: ForwardBackward, shard: RolloutShard) -> list[Ten
 
     def step_fn(output: ModelOutput, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         log_probs = output.label_log_probs().log_probs
-        return log_probs.sum() * 0.0, {"log_probs": log_probs.detach()}
+        return log_probs.sum() * 0.0, {"log_probs": log_probs.detach(), "token_index": batch.token_index}
 
     micro_batches = [pack(shard.batch, samples) for step in shard.steps for samples in step]
     results = backend.forward_backward(micro_batches, step_fn, forward_only=True)
@@ -84,7 +85,8 @@ def _on_every_stage(
     whole = []
     for place, batch in enumerate(micro_batches):
         if backend.parallel.is_last_stage:
-            values = gather_packed(results[place]["log_probs"], batch, group=backend.groups.cp)
+            mine = replace(batch, token_index=results[place]["token_index"])  # the backend cut it for its cp rank
+            values = gather_packed(results[place]["log_probs"], mine, group=backend.groups.cp)
         else:
             values = torch.empty(int(batch.cu_seqlens[-1]), device=batch.cu_seqlens.device)
         if backend.groups.pp is not None:

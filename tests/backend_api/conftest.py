@@ -1,0 +1,5 @@
+"""Tensors in these tests are tiny, so more threads would only wait for each other."""
+
+import torch
+
+torch.set_num_threads(1)
