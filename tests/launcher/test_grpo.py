@@ -32,6 +32,8 @@ from drivetrain_launcher.algorithms.kl import kl_estimate
 from drivetrain_launcher.algorithms.policy_loss import clipped_policy_loss
 from drivetrain_launcher.config import RolloutConfig
 
+torch.set_num_threads(1)  # the tensors are tiny: more threads would only wait for each other
+
 VOCABULARY, HIDDEN = 11, 5
 
 # Everything below runs in float64, so sums in another order differ by less than this.
@@ -390,17 +392,19 @@ def one_context_parallel_rank(rank: int, store: str, result: str) -> None:
 
 
 def test_sequence_mean_over_two_ranks_that_share_sequences_sums_to_the_whole(tmp_path: Path) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(tmp_path / "store"), str(tmp_path / f"rank_{rank}.pt")],
-            stderr=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        _, errors = rank.communicate(timeout=120)
-        assert rank.returncode == 0, errors.decode()
+    processes = []
+    for rank in range(2):
+        with (tmp_path / f"{rank}.log").open("wb") as log:
+            command = [sys.executable, __file__, str(rank), str(tmp_path / "store"), str(tmp_path / f"rank_{rank}.pt")]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+    try:
+        for rank, process in enumerate(processes):
+            assert process.wait(timeout=120) == 0, (tmp_path / f"{rank}.log").read_text()
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
     parts = [torch.load(tmp_path / f"rank_{rank}.pt") for rank in range(2)]
     whole = loss_over(Grpo(GrpoConfig(entropy_coef=0.1)), rollout(), dp_size=1, batching=Batching(micro_batch_size=8))
     for name, value in whole.items():
