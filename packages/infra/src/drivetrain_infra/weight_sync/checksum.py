@@ -3,9 +3,9 @@
 Guards against transport and ordering faults, not against an adversary. Knows no model, engine or transport.
 
 Each tensor's bytes, zero-padded to 64-bit words w_0, w_1, ..., digest to sum_i mix(w_i + (i + 1) G) modulo 2^64, where
-`mix` is a bijection of the multiply-xorshift kind (Steele et al., "Fast splittable pseudorandom number generators",
-2014). So one changed word always changes the digest, and moved words change it but for a negligible chance. A sum of
-integers does not depend on its order, so a GPU and a CPU agree exactly.
+`mix` is the finaliser of SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014). It is a
+bijection, so one changed word always changes the digest; and it spreads every bit, the sign bits too, so that moved
+words change it but for a negligible chance. An integer sum does not depend on its order, so GPU and CPU agree exactly.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,6 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
 _MASK = 2**64 - 1
-_LOW_HALF = 2**32 - 1
 
 _WORDS_AT_ONCE = 2**18
 """Words mixed in one go: bounds the extra memory to a few MiB whatever the tensor's size."""
@@ -63,12 +62,18 @@ def _digest(flat: Tensor) -> Tensor:
         part = words[start : start + _WORDS_AT_ONCE]
         mixed = part + steps[: len(part)]
         mixed += _signed(start * _GOLDEN)
+        mixed ^= _shift_right(mixed, 30)
         mixed *= _signed(_FIRST)
-        # torch shifts int64 arithmetically; the mask makes it logical
-        mixed ^= (mixed >> 32).bitwise_and_(_LOW_HALF)
+        mixed ^= _shift_right(mixed, 27)
         mixed *= _signed(_SECOND)
+        mixed ^= _shift_right(mixed, 31)
         total += mixed.sum()
     return total
+
+
+def _shift_right(words: Tensor, bits: int) -> Tensor:
+    """Shift int64 words as if they were unsigned, which torch's own shift does not."""
+    return (words >> bits).bitwise_and_(2 ** (64 - bits) - 1)
 
 
 def _words(flat: Tensor) -> Tensor:
@@ -87,9 +92,10 @@ def _to_host(digests: Sequence[Tensor]) -> list[int]:
 
 
 def _mix(word: int) -> int:
-    word = word * _FIRST & _MASK
-    word ^= word >> 32
-    return word * _SECOND & _MASK
+    word &= _MASK
+    word = (word ^ word >> 30) * _FIRST & _MASK
+    word = (word ^ word >> 27) * _SECOND & _MASK
+    return word ^ word >> 31
 
 
 def _signed(word: int) -> int:
