@@ -1,0 +1,69 @@
+"""Who is where: answers about a group of train workers from the layouts that they report, for any backend.
+
+Plain data in, plain data out; knows no backend, no Ray and no torch.distributed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from drivetrain_backend_api import DrivetrainError
+from drivetrain_backend_api.parallel import ParallelLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerPlace:
+    """What one train worker reports.
+
+    Attributes:
+        layout: its part of the work.
+        node_id: the node it runs on.
+    """
+
+    layout: ParallelLayout
+    node_id: str
+
+
+class ProcessGroupManager:
+    """The ranks of one group of train workers, by replica, stage and node."""
+
+    def __init__(self, places: Sequence[WorkerPlace]) -> None:
+        """Take the reports of all workers, in any order.
+
+        Raises:
+            DrivetrainError: they do not describe one whole group.
+        """
+        self._places = sorted(places, key=lambda one: one.layout.rank)
+        ranks = [one.layout.rank for one in self._places]
+        sizes = {(one.layout.world_size, one.layout.dp_size, one.layout.pp_size) for one in self._places}
+        if len(sizes) != 1 or ranks != list(range(next(iter(sizes))[0])):
+            raise DrivetrainError(
+                f"train workers report ranks {ranks} with (world, dp, pp) sizes {sorted(sizes)}, which is not one "
+                "whole group; each rank of one world must report once, so end all workers and start them together"
+            )
+        self.world_size, self.dp_size, self.pp_size = next(iter(sizes))
+
+    def dp_rank(self, rank: int) -> int:
+        """Return the data-parallel replica that a rank belongs to: the shard it trains on."""
+        return self._places[rank].layout.dp_rank
+
+    def replica(self, dp_rank: int) -> tuple[int, ...]:
+        """Return all ranks that train on one data-parallel shard."""
+        return tuple(one.layout.rank for one in self._places if one.layout.dp_rank == dp_rank)
+
+    @property
+    def stage_leads(self) -> tuple[int, ...]:
+        """For each pipeline stage, the rank that sends its weights."""
+        leads = {one.layout.pp_rank: one.layout.rank for one in self._places if one.layout.is_stage_lead}
+        return tuple(leads[stage] for stage in range(self.pp_size))
+
+    def node(self, rank: int) -> str:
+        """Return the id of the node that a rank runs on."""
+        return self._places[rank].node_id
+
+    @property
+    def ranks_by_node(self) -> dict[str, tuple[int, ...]]:
+        """Node id -> its ranks, nodes in the order of their lowest rank."""
+        found: dict[str, tuple[int, ...]] = {}
+        for one in self._places:
+            found[one.node_id] = (*found.get(one.node_id, ()), one.layout.rank)
+        return found

@@ -1,0 +1,299 @@
+"""Start Ray on this machine or connect to a running cluster, and leave nothing behind.
+
+The one place that knows Ray's environment variables and start-up quirks. Knows nothing of training, engines or
+placement.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drivetrain_backend_api import DrivetrainError
+
+MAX_SOCKET_PATH = 103 if sys.platform == "darwin" else 107
+"""Longest AF_UNIX path in bytes that the operating system takes."""
+
+_LONGEST_SOCKET = "/session_2000-01-01_00-00-00_000000_0000000/sockets/plasma_store_1"
+"""What Ray appends to its temp dir for the longest of its sockets, with a seven-digit process id."""
+
+_CPU_OBJECT_STORE_BYTES = 256 * 1024**2
+"""Object store of a machine without GPUs: rollout batches are a few MiB, and containers often have little /dev/shm."""
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaySession:
+    """A Ray that this process is connected to.
+
+    Attributes:
+        address: of its head, host:port.
+        temp_dir: Ray's files, when they were made by this session; None on a cluster that was there before.
+    """
+
+    address: str
+    temp_dir: Path | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeAddress:
+    """Where a process runs.
+
+    Attributes:
+        node_id: Ray's id of the node.
+        host: address at which other nodes reach it.
+    """
+
+    node_id: str
+    host: str
+
+
+def this_node() -> NodeAddress:
+    """Say where the calling Ray worker or driver runs."""
+    import ray
+
+    return NodeAddress(node_id=ray.get_runtime_context().get_node_id(), host=ray.util.get_node_ip_address())
+
+
+def ray_temp_dir(run_folder: Path, root: Path | None = None) -> Path:
+    """Derive Ray's temp dir from the run folder: short, stable, and different for different runs.
+
+    Args:
+        run_folder: folder of the run; need not exist.
+        root: parent of the temp dir; the system's by default.
+
+    Raises:
+        DrivetrainError: Ray's sockets would have paths that are too long for the operating system.
+    """
+    digest = hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:8]
+    folder = (root or Path(tempfile.gettempdir())) / f"dt-{digest}"
+    length = len(os.fsencode(f"{folder}{_LONGEST_SOCKET}"))
+    if length > MAX_SOCKET_PATH:
+        raise DrivetrainError(
+            f"Ray's sockets below {folder} would have paths of {length} bytes, but AF_UNIX takes {MAX_SOCKET_PATH}; "
+            f"point TMPDIR to a folder at least {length - MAX_SOCKET_PATH} bytes shorter, for example TMPDIR=/tmp"
+        )
+    return folder
+
+
+@contextlib.contextmanager
+def ray_session(
+    run_folder: Path,
+    *,
+    address: str | None = None,
+    num_cpus: int | None = None,
+    object_store_bytes: int | None = None,
+    log_to_driver: bool = False,
+) -> Iterator[RaySession]:
+    """Connect this process to Ray: start one here, or join a running cluster; end what was started on the way out.
+
+    A Ray that is started here listens on the loopback interface only and wants a token that only this user can read.
+    Ray's own `uv run` hook stays off: it would build another environment for every worker.
+
+    Args:
+        run_folder: names the temp dir; a second session for the same folder is refused while the first one lives.
+        address: "host:port" or "auto" of a running cluster; None starts Ray here.
+        num_cpus: logical CPUs of a Ray started here. Train ranks and engines share the cores of a machine without GPUs,
+            so this may exceed the cores there are: pass what the placement needs.
+        object_store_bytes: of a Ray started here; by default small without GPUs and Ray's own choice with them.
+        log_to_driver: print what workers print.
+
+    Raises:
+        DrivetrainError: Ray is already initialised here, the cluster cannot be reached, or Ray does not start.
+    """
+    if address is None:
+        with (
+            _temp_dir(run_folder) as temp_dir,
+            _local_environment(temp_dir),
+            _initialised(
+                {
+                    "address": "local",
+                    "num_cpus": num_cpus,
+                    "object_store_memory": object_store_bytes or _default_object_store_bytes(),
+                    "include_dashboard": False,
+                    "log_to_driver": log_to_driver,
+                    "_temp_dir": str(temp_dir),
+                    "_node_ip_address": LOOPBACK,
+                },
+                "start Ray on this machine",
+            ) as head,
+        ):
+            yield RaySession(address=head, temp_dir=temp_dir)
+    else:
+        _require_reachable(address)
+        with (
+            _environment(_QUIRKS),
+            _initialised({"address": address, "log_to_driver": log_to_driver}, f"connect to Ray at {address}") as head,
+        ):
+            yield RaySession(address=head, temp_dir=None)
+
+
+@contextlib.contextmanager
+def local_cluster(
+    run_folder: Path, *, cpus_per_node: Sequence[int] = (2, 2), object_store_bytes: int = 80 * 1024**2
+) -> Iterator[str]:
+    """Start a Ray cluster of several nodes on this machine, to test placement; yields the address to connect to.
+
+    Inside the block, `ray_session(..., address=...)` in this process or a child of it joins the cluster.
+    """
+    from ray.cluster_utils import Cluster
+
+    with _temp_dir(run_folder) as temp_dir, _local_environment(temp_dir):
+        cluster = Cluster(shutdown_at_exit=True)
+        try:
+            for index, cpus in enumerate(cpus_per_node):
+                only_head = {"temp_dir": str(temp_dir)} if index == 0 else {}
+                cluster.add_node(
+                    num_cpus=cpus,
+                    object_store_memory=object_store_bytes,
+                    include_dashboard=False,
+                    node_ip_address=LOOPBACK,
+                    **only_head,
+                )
+            yield str(cluster.address)
+        finally:
+            cluster.shutdown()
+
+
+_QUIRKS: Mapping[str, str] = {
+    # workers run in the driver's own environment; the hook would resolve and install one anew for each of them
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    # a process that asks for no GPU keeps the CUDA_VISIBLE_DEVICES it inherits
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+def _default_object_store_bytes() -> int | None:
+    return None if torch.cuda.is_available() else _CPU_OBJECT_STORE_BYTES
+
+
+@contextlib.contextmanager
+def _temp_dir(run_folder: Path) -> Iterator[Path]:
+    """Own the run's temp dir: private to this user, locked for the life of this process, removed at the end."""
+    folder = ray_temp_dir(run_folder)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise DrivetrainError(f"{folder} belongs to somebody else; remove it, or point TMPDIR to a folder of your own")
+    folder.chmod(0o700)
+    # the kernel drops this lock when the process dies, however it dies
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DrivetrainError(
+                f"another process runs in {run_folder} (it holds {folder / 'lock'}); wait for it, end it, or use "
+                "another --save folder"
+            ) from error
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables that are not set yet, for this process and its children, until the end."""
+    before = dict(os.environ)
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+    try:
+        yield
+    finally:
+        for name in variables:
+            if name not in before:
+                os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def _local_environment(temp_dir: Path) -> Iterator[None]:
+    """Keep a Ray that is started here on the loopback interface, with a token of its own."""
+    token = temp_dir / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    variables = {
+        **_QUIRKS,
+        "RAY_AUTH_MODE": "token",
+        # Ray's name for "use the node's outside address"; it has no option for loopback
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    }
+    if "RAY_AUTH_TOKEN" not in os.environ:
+        variables["RAY_AUTH_TOKEN_PATH"] = str(token)
+    with _environment(variables):
+        from ray._private import ray_constants
+
+        # Ray reads the variable when it is imported, which may have been before this
+        outside = ray_constants.ENABLE_RAY_CLUSTER
+        ray_constants.ENABLE_RAY_CLUSTER = False
+        _reload_authentication()
+        try:
+            yield
+        finally:
+            ray_constants.ENABLE_RAY_CLUSTER = outside
+    _reload_authentication()
+
+
+def _reload_authentication() -> None:
+    """Make Ray read its authentication variables again: it keeps the first token that a process ever had."""
+    try:
+        from ray._raylet import AuthenticationTokenLoader, Config
+    except ImportError:  # Ray before 2.52 has no token authentication
+        return
+    # mode first: a thread that still ends the last session must not look for a token that is gone
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+@contextlib.contextmanager
+def _initialised(arguments: Mapping[str, Any], doing: str) -> Iterator[str]:
+    """Call `ray.init`, yield the head's address, shut Ray down."""
+    import ray
+
+    if ray.is_initialized():
+        raise DrivetrainError(
+            f"Ray is already initialised in this process (at {ray.get_runtime_context().gcs_address}); Drivetrain "
+            f"starts and ends Ray itself: call ray.shutdown() first, or pass --ray-address to share a cluster"
+        )
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    try:
+        context = ray.init(logging_level="ERROR", _skip_env_hook="RAY_RUNTIME_ENV_HOOK" not in os.environ, **arguments)
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        ray.shutdown()
+        raise DrivetrainError(f"could not {doing}: {error}") from error
+    try:
+        # Ray takes SIGTERM for itself; the handler that was there is the one that knows how to stop
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_sigterm)
+        yield str(context.address_info["gcs_address"])
+    finally:
+        ray.shutdown()
+
+
+def _require_reachable(address: str) -> None:
+    """Fail at once where Ray would retry for a long time."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise DrivetrainError(f"--ray-address {address}: must be host:port of a Ray head, or auto")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except OSError as error:
+        raise DrivetrainError(
+            f"--ray-address {address}: nothing answers there ({error}); start a head with "
+            f"'ray start --head --port {port}', or leave the flag out to start Ray on this machine"
+        ) from error
