@@ -5,7 +5,7 @@ Process groups are made and destroyed here. Knows no algorithm, no engine and no
 
 import datetime
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -77,7 +77,7 @@ class FsdpBackend(TrainBackend):
                 control=self.groups.control,
             )
         self.weights = WeightManager(model.locals)
-        self._sleeper = Sleeper(weights=model.locals, others=self._all_but_weights)
+        self._sleeper = Sleeper(weights=self._weights_to_move, others=self._others_to_move)
         self.lifecycle.move("setup", State.AWAKE)
         return self.next_rollout_id
 
@@ -288,13 +288,16 @@ class FsdpBackend(TrainBackend):
             weight.grad = None
         return gradients
 
-    def _all_but_weights(self) -> dict[str, Tensor]:
-        """Name the tensors on the accelerator that an export does not need."""
-        found = {
-            f"optimizer.{name}": one
-            for name, one in self.optimizer.state().items()
-            if one.device.type == self.device.type
-        }
+    def _weights_to_move(self) -> dict[str, Tensor]:
+        return self._on_device(self.local_weights())
+
+    def _others_to_move(self) -> dict[str, Tensor]:
+        """Name the tensors that an export does not need: optimizer state and frozen models."""
+        found = {f"optimizer.{name}": one for name, one in self.optimizer.state().items()}
         for tag, frozen in self._frozen.items():
             found |= {f"{tag}.{name}": one for name, one in frozen.model.locals().items()}
-        return found
+        return self._on_device(found)
+
+    def _on_device(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Leave out what an offload option keeps on the host already."""
+        return {name: one for name, one in tensors.items() if one.device.type == self.device.type}
