@@ -60,6 +60,8 @@ class CausalLM:
 
     def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
         """Turn token ids into text, special tokens included."""
+        if not token_ids:
+            return []  # some versions take an empty batch for one empty text
         texts: list[str] = self.tokenizer.batch_decode(
             [list(one) for one in token_ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
