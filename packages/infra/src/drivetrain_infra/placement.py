@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -146,7 +147,7 @@ def logical_cpus(config: PlacementConfig, *, num_engines: int | None = None) -> 
 
 def cluster_nodes() -> list[NodeResources]:
     """List what each live node of the connected cluster has free, by host and id."""
-    free = ray._private.state.available_resources_per_node()
+    free = available_resources_per_node()  # type: ignore[no-untyped-call]
     nodes = [
         NodeResources(
             node_id=one["NodeID"],
@@ -154,7 +155,7 @@ def cluster_nodes() -> list[NodeResources]:
             cpus=int(free.get(one["NodeID"], {}).get("CPU", 0)),
             gpus=int(free.get(one["NodeID"], {}).get("GPU", 0)),
         )
-        for one in ray.nodes()
+        for one in ray.nodes()  # type: ignore[no-untyped-call]
         if one["Alive"]
     ]
     return sorted(nodes, key=lambda one: (one.host, one.node_id))
@@ -162,7 +163,8 @@ def cluster_nodes() -> list[NodeResources]:
 
 def cluster_device() -> str:
     """Return "GPU" when the connected cluster has any, busy or free, and "CPU" otherwise."""
-    return "GPU" if ray.cluster_resources().get("GPU", 0) >= 1 else "CPU"
+    resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return "GPU" if resources.get("GPU", 0) >= 1 else "CPU"
 
 
 def preflight(requests: Sequence[ResourceRequest], nodes: Sequence[NodeResources], device: str) -> PlacementPlan:

@@ -7,6 +7,7 @@ placement.
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import secrets
 import shutil
@@ -66,7 +67,8 @@ def this_node() -> NodeAddress:
     """Say where the calling Ray worker or driver runs."""
     import ray
 
-    return NodeAddress(node_id=ray.get_runtime_context().get_node_id(), host=ray.util.get_node_ip_address())
+    host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    return NodeAddress(node_id=ray.get_runtime_context().get_node_id(), host=host)
 
 
 def ray_temp_dir(run_folder: Path, root: Path | None = None) -> Path:
@@ -156,7 +158,7 @@ def local_cluster(
         cluster = Cluster(shutdown_at_exit=True)
         try:
             for index, cpus in enumerate(cpus_per_node):
-                only_head = {"temp_dir": str(temp_dir)} if index == 0 else {}
+                only_head: dict[str, Any] = {"temp_dir": str(temp_dir)} if index == 0 else {}
                 cluster.add_node(
                     num_cpus=cpus,
                     object_store_memory=object_store_bytes,
@@ -166,7 +168,7 @@ def local_cluster(
                 )
             yield str(cluster.address)
         finally:
-            cluster.shutdown()
+            cluster.shutdown()  # type: ignore[no-untyped-call]
 
 
 _QUIRKS: Mapping[str, str] = {
@@ -250,7 +252,7 @@ def _local_environment(temp_dir: Path) -> Iterator[None]:
 def _reload_authentication() -> None:
     """Make Ray read its authentication variables again: it keeps the first token that a process ever had."""
     try:
-        from ray._raylet import AuthenticationTokenLoader, Config
+        from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
     except ImportError:  # Ray before 2.52 has no token authentication
         return
     # mode first: a thread that still ends the last session must not look for a token that is gone
@@ -270,7 +272,7 @@ def _initialised(arguments: Mapping[str, Any], doing: str) -> Iterator[str]:
         )
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        context = ray.init(logging_level="ERROR", _skip_env_hook="RAY_RUNTIME_ENV_HOOK" not in os.environ, **arguments)
+        ray.init(logging_level=logging.ERROR, _skip_env_hook="RAY_RUNTIME_ENV_HOOK" not in os.environ, **arguments)
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         ray.shutdown()
         raise DrivetrainError(f"could not {doing}: {error}") from error
@@ -278,7 +280,7 @@ def _initialised(arguments: Mapping[str, Any], doing: str) -> Iterator[str]:
         # Ray takes SIGTERM for itself; the handler that was there is the one that knows how to stop
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)
-        yield str(context.address_info["gcs_address"])
+        yield str(ray.get_runtime_context().gcs_address)
     finally:
         ray.shutdown()
 

@@ -1,0 +1,69 @@
+"""The phases of a weight update, and the errors that name them."""
+
+from enum import StrEnum
+from typing import Any
+
+from drivetrain_backend_api import DrivetrainError
+
+
+class Phase(StrEnum):
+    """The steps of a weight update, in order."""
+
+    CONNECT = "connect"
+    PAUSE = "pause"
+    FLUSH = "flush"
+    PLAN = "plan"
+    STREAM = "stream"
+    VERIFY = "verify"
+    COMMIT = "commit"
+    PUBLISH = "publish"
+    RESUME = "resume"
+
+
+class WeightSyncError(DrivetrainError):
+    """A weight update that failed. No engine serves a part of it.
+
+    Attributes:
+        phase: the step that failed.
+        rank: the train rank at fault, or None.
+        bucket: the bucket on its way, or None.
+        engine: name of the engine at fault, or None.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        phase: Phase,
+        rank: int | None = None,
+        bucket: int | None = None,
+        engine: str | None = None,
+    ) -> None:
+        self.problem, self.phase, self.rank, self.bucket, self.engine = problem, phase, rank, bucket, engine
+        where = [f"phase {phase}"]
+        where += [f"bucket {bucket}"] if bucket is not None else []
+        where += [f"train rank {rank}"] if rank is not None else []
+        where += [f"engine {engine}"] if engine is not None else []
+        super().__init__(f"weight update failed ({', '.join(where)}): {problem}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.problem, self.phase, self.rank, self.bucket, self.engine)
+
+
+def _rebuild(problem: str, phase: Phase, rank: int | None, bucket: int | None, engine: str | None) -> WeightSyncError:
+    return WeightSyncError(problem, phase=phase, rank=rank, bucket=bucket, engine=engine)
+
+
+class TransferError(DrivetrainError):
+    """A bucket that could not be moved, mostly because the other side failed; the other side's error says why.
+
+    Attributes:
+        bucket: its index.
+    """
+
+    def __init__(self, problem: str, bucket: int) -> None:
+        super().__init__(problem, bucket)
+        self.bucket = bucket
+
+    def __str__(self) -> str:
+        return f"bucket {self.bucket}: {self.args[0]}"
