@@ -204,10 +204,21 @@ def test_metrics_are_the_step_means_of_what_they_name() -> None:
     torch.testing.assert_close(found["tis"], gap.exp().mean(), **FLOAT32)
     outside = ((gap.exp() > 1.1) | (gap.exp() < 0.9)).double().mean()
     torch.testing.assert_close(found["tis_clipfrac"], outside, **FLOAT32)
-    assert 0 < float(found["pg_clipfrac_low"]) < 1
-    assert 0 < float(found["pg_clipfrac_high"]) < 1
-    assert float(found["ppo_kl"]) > 0
-    assert 0 < float(found["entropy"]) < math.log(VOCABULARY)
+
+    table, head = parameters()
+    whole = pack(batch, range(len(batch)))
+    everything = torch.log_softmax((table[whole.input_ids] @ head.t()).detach(), -1)
+    new = everything.gather(1, whole.labels[:, None]).squeeze(1)
+    advantages = group_advantages(batch.per_sample["reward"], batch.per_sample["group_id"], normalise_std=True)
+    on = whole.loss_mask > 0
+    moved, advantage = (new - whole.per_token["log_probs"])[on], advantages[whole.sequence_ids][on]
+    torch.testing.assert_close(found["ppo_kl"], (moved.exp() - 1 - moved).mean(), **FLOAT32)
+    torch.testing.assert_close(found["entropy"], -(everything.exp() * everything).sum(-1)[on].mean(), **FLOAT32)
+    low, high = (advantage < 0) & (moved.exp() < 0.8), (advantage > 0) & (moved.exp() > 1.2)
+    assert low.any()
+    assert high.any()
+    assert float(found["pg_clipfrac_low"]) == pytest.approx(float(low.double().mean()))
+    assert float(found["pg_clipfrac_high"]) == pytest.approx(float(high.double().mean()))
 
 
 def test_a_single_step_without_old_log_probs_is_the_policy_gradient() -> None:
