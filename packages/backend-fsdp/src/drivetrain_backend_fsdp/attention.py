@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from drivetrain_backend_api.batch import MicroBatch
 from drivetrain_backend_api.errors import ConfigError, UnsupportedModelError
 
 PACKED_ATTENTION = "drivetrain_packed"
@@ -24,10 +23,28 @@ _CARRY_NO_MATHS = frozenset(("position_ids", "cache_position"))
 
 
 class Kernel(StrEnum):
-    """How packed attention is computed: one fused call, or one exact call a sequence."""
+    """How packed attention is computed: one fused call, or one exact call for sequences of similar length."""
 
     VARLEN = "varlen"
     PER_SEQUENCE = "per_sequence"
+
+
+_FILL = 0.8
+"""Sequences are attended together when the shortest has at least this share of the longest one's length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimilarSequences:
+    """N sequences of similar length, side by side.
+
+    Attributes:
+        places: int64 [N, L], where each token lies in the packed batch; past a sequence's end, its last token again.
+            Causal attention never looks ahead, so what is computed there disturbs nothing and is dropped.
+        real: bool [N, L], False past a sequence's end.
+    """
+
+    places: Tensor
+    real: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,20 +53,50 @@ class PackedSequences:
 
     Attributes:
         cu_seqlens: int32 [S + 1], boundaries, on the tokens' device.
-        lengths: the same as host numbers; needed by `Kernel.PER_SEQUENCE` only.
         max_seqlen: tokens of the longest sequence.
+        similar: all sequences, in groups of similar length; for `Kernel.PER_SEQUENCE` only.
+        order: int64 [T], where each token comes out when the groups' real tokens are joined.
     """
 
     cu_seqlens: Tensor
-    lengths: tuple[int, ...]
     max_seqlen: int
     kernel: Kernel
+    similar: tuple[SimilarSequences, ...] = ()
+    order: Tensor | None = None
 
 
-def packed_sequences(batch: MicroBatch, kernel: Kernel) -> PackedSequences:
-    """Describe a micro-batch; reads the lengths back to the host only where the kernel needs them."""
-    lengths = tuple(batch.cu_seqlens.diff().tolist()) if kernel is Kernel.PER_SEQUENCE else ()
-    return PackedSequences(cu_seqlens=batch.cu_seqlens, lengths=lengths, max_seqlen=batch.max_seqlen, kernel=kernel)
+def packed_sequences(cu_seqlens: Tensor, max_seqlen: int, kernel: Kernel) -> PackedSequences:
+    """Describe a packed batch; reads the lengths back to the host only where the kernel needs them."""
+    if kernel is Kernel.VARLEN:
+        return PackedSequences(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, kernel=kernel)
+    device = cu_seqlens.device
+    starts = cu_seqlens.to(torch.int64)
+    lengths = starts.diff()
+    similar = []
+    for members in _similar_lengths(lengths.tolist()):
+        rows = torch.tensor(members, device=device)
+        steps = torch.arange(int(lengths[members[0]]), device=device)
+        real = steps < lengths[rows, None]
+        places = starts[rows, None] + torch.minimum(steps, lengths[rows, None] - 1)
+        similar.append(SimilarSequences(places=places, real=real))
+    joined = torch.cat([one.places[one.real] for one in similar])
+    return PackedSequences(
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen,
+        kernel=kernel,
+        similar=tuple(similar),
+        order=torch.argsort(joined),
+    )
+
+
+def _similar_lengths(lengths: list[int]) -> list[list[int]]:
+    """Group sequences, longest first, so that little is computed past their ends."""
+    groups: list[list[int]] = []
+    for one in sorted(range(len(lengths)), key=lambda sequence: -lengths[sequence]):
+        if not groups or lengths[one] < _FILL * lengths[groups[-1][0]]:
+            groups.append([])
+        groups[-1].append(one)
+    return groups
 
 
 def choose_kernel(requested: str, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
@@ -137,12 +184,22 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, pa
 
 
 def _per_sequence(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, packed: PackedSequences) -> Tensor:
-    cuts = [torch.split(one, list(packed.lengths), dim=2) for one in (query, key, value)]
-    outs = [
-        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
-        for q, k, v in zip(*cuts)
-    ]
-    return torch.cat(outs, dim=2).transpose(1, 2).contiguous()
+    outs = []
+    for one in packed.similar:
+        q, k, v = (_side_by_side(tensor, one.places) for tensor in (query, key, value))
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        outs.append(out.transpose(1, 2)[one.real])  # [tokens, heads, size]
+    assert packed.order is not None
+    return torch.cat(outs).index_select(0, packed.order)[None]
+
+
+def _side_by_side(packed: Tensor, places: Tensor) -> Tensor:
+    """Gather [1, heads, T, size] by places [N, L] into [N, heads, L, size]."""
+    # index_select, whose backward adds rows, is many times faster than indexing, whose backward sorts them
+    rows = packed[0].index_select(1, places.flatten())
+    return rows.view(len(rows), *places.shape, -1).transpose(0, 1)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

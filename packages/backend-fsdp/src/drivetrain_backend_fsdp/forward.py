@@ -83,7 +83,7 @@ class MicroBatchRunner:
         return results
 
     def _run(self, batch: MicroBatch, step_fn: StepFn) -> tuple[Tensor, dict[str, Tensor]]:
-        packed = packed_sequences(batch, self.kernel)
+        packed = packed_sequences(batch.cu_seqlens, batch.max_seqlen, self.kernel)
         result: tuple[Tensor, dict[str, Tensor]] = self.model.module.run_micro_batch(  # type: ignore[operator]
             batch, step_fn, packed, self.temperature, self.chunk_size
         )

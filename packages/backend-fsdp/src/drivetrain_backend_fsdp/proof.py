@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from drivetrain_backend_api.errors import UnsupportedModelError
 from drivetrain_backend_api.log_probs import label_log_probs
-from drivetrain_backend_fsdp.attention import PACKED_ATTENTION, Kernel, PackedSequences
+from drivetrain_backend_fsdp.attention import PACKED_ATTENTION, Kernel, packed_sequences
 from drivetrain_backend_fsdp.causal_lm import build, head_of, hidden_states, model_name
 
 _VOCABULARY = 96
@@ -129,9 +129,7 @@ def _one_by_one(model: PreTrainedModel, tokens: Tensor, labels: Tensor) -> tuple
 
 def _packed(model: PreTrainedModel, tokens: Tensor, labels: Tensor) -> Tensor:
     boundaries = torch.tensor([0, *_LENGTHS]).cumsum(0).to(torch.int32)
-    packed = PackedSequences(
-        cu_seqlens=boundaries, lengths=tuple(_LENGTHS), max_seqlen=max(_LENGTHS), kernel=Kernel.PER_SEQUENCE
-    )
+    packed = packed_sequences(boundaries, max(_LENGTHS), Kernel.PER_SEQUENCE)
     positions = torch.cat([torch.arange(one) for one in _LENGTHS])
     hidden = hidden_states(model, tokens, positions, packed)
     return label_log_probs(hidden, head_of(model), labels).log_probs

@@ -10,7 +10,6 @@ from drivetrain_backend_api.packing import shard_rollout
 from drivetrain_infra.engines.base import SamplingParams
 from drivetrain_infra.run_folder import RunFolder
 from drivetrain_infra.tracking.base import Tracker
-from drivetrain_infra.weight_sync.session import WeightSession
 from drivetrain_launcher.config import DrivetrainConfig
 from drivetrain_launcher.data import Prompt, PromptSource, sft_samples
 from drivetrain_launcher.progress import Display
@@ -19,6 +18,8 @@ from drivetrain_launcher.train_group import TrainGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from drivetrain_infra.weight_sync.session import WeightSession
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ class Run:
     tokenizer: "PreTrainedTokenizerBase"
     trainer: TrainGroup
     generator: Generator | None
-    weights: WeightSession | None
+    weights: "WeightSession | None"
     tracker: Tracker
     display: Display
 
@@ -107,7 +108,7 @@ def generate(run: Run, rollout_id: int) -> Rollout:
 
 def train_on(run: Run, rollout_id: int, rollout: Rollout) -> list[dict[str, float]]:
     """Cut the rollout into one shard a data-parallel rank and train on it; each rank fetches only its own."""
-    shards = shard_rollout(rollout.batch, dp_size=run.trainer.dp_size, batching=run.trainer.batching)
+    shards = shard_rollout(rollout.batch, dp_size=run.trainer.ranks.dp_size, batching=run.trainer.batching)
     return run.trainer.train(rollout_id, shards)
 
 

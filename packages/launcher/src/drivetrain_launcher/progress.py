@@ -7,13 +7,14 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from drivetrain_infra.weight_sync.session import SyncReport
+if TYPE_CHECKING:
+    from drivetrain_infra.weight_sync.session import SyncReport
 
 _LINE = (
     ("reward", "rollout/reward", "{:.3f}"),
@@ -86,7 +87,7 @@ class Display:
         """Note a checkpoint."""
         self._checkpoint = checkpoint
 
-    def synced(self, report: SyncReport) -> None:
+    def synced(self, report: "SyncReport") -> None:
         """Note a weight sync."""
         self._sync_seconds.append(sum(report.seconds.values()))
 

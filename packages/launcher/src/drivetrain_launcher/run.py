@@ -17,6 +17,7 @@ from drivetrain_infra.tracking.jsonl import JsonlTracker
 from drivetrain_launcher.config import DrivetrainConfig
 from drivetrain_launcher.preflight import preflight
 from drivetrain_launcher.recipes import arithmetic
+from drivetrain_launcher.rewards import Reward, load_reward
 from drivetrain_launcher.sources import Request, Stage, build_config, config_values
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class PreparedStage:
 
     Attributes:
         evaluation: held-out prompts, empty for none.
+        reward: None where nothing is generated, neither in rollouts nor in evaluations.
         stop: the rollout id after the last.
     """
 
@@ -44,6 +46,7 @@ class PreparedStage:
     tokenizer: "PreTrainedTokenizerBase"
     dataset: "PromptDataset"
     evaluation: "Sequence[Prompt]"
+    reward: Reward | None
     stop: int
 
 
@@ -127,6 +130,10 @@ def prepare_stage(
     held_out: Sequence[Prompt] = ()
     if config.evaluation.eval_prompt_data is not None:
         held_out = PromptDataset.load(config.evaluation.eval_prompt_data, config.data, tokenizer).prompts
+    reward = None
+    if config.algorithm.generates or held_out:
+        reward = load_reward(config.rollout.reward, key=config.rollout.reward_key)
+        reward.check_labels([*(dataset.prompts if config.algorithm.generates else ()), *held_out])
     stop = _num_rollouts(config, len(dataset))
     config = _resolved(start_from or config, stop)
     folder.create(config_values(config))
@@ -137,6 +144,7 @@ def prepare_stage(
         tokenizer=tokenizer,
         dataset=dataset,
         evaluation=held_out,
+        reward=reward,
         stop=stop,
     )
 

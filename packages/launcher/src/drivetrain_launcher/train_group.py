@@ -9,8 +9,8 @@ import ray
 
 from drivetrain_backend_api import DrivetrainError
 from drivetrain_backend_api.packing import Batching, RolloutShard
+from drivetrain_infra.process_groups import ProcessGroupManager
 from drivetrain_launcher.remote import gather
-from drivetrain_launcher.worker import SetupResult
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -22,33 +22,22 @@ class TrainGroup:
 
     Attributes:
         workers: actor handles by rank.
-        results: what `setup` returned, by rank.
+        ranks: who is where.
+        batching: how the backend wants its micro-batches.
+        next_rollout_id: how many rollouts the loaded weights were trained on.
     """
 
     workers: Sequence["ActorHandle[Any]"]
-    results: Sequence[SetupResult]
-
-    @property
-    def dp_size(self) -> int:
-        """Data-parallel ranks."""
-        return self.results[0].layout.dp_size
-
-    @property
-    def batching(self) -> Batching:
-        """How the backend wants its micro-batches."""
-        return self.results[0].batching
-
-    @property
-    def next_rollout_id(self) -> int:
-        """How many rollouts the loaded weights were trained on."""
-        return self.results[0].next_rollout_id
+    ranks: ProcessGroupManager
+    batching: Batching
+    next_rollout_id: int
 
     def train(self, rollout_id: int, shards: Sequence[RolloutShard]) -> list[dict[str, float]]:
         """Train on a rollout. Each data-parallel shard is put into the object store once; its ranks fetch it."""
         stored = [ray.put(shard) for shard in shards]
         results = gather(
             {
-                f"train rank {rank}": worker.train.remote(rollout_id, stored[self.results[rank].layout.dp_rank])
+                f"train rank {rank}": worker.train.remote(rollout_id, stored[self.ranks.dp_rank(rank)])
                 for rank, worker in enumerate(self.workers)
             },
             what=f"training on rollout {rollout_id}",
@@ -66,28 +55,30 @@ class TrainGroup:
         )
 
 
-def setup_workers(workers: Sequence["ActorHandle[Any]"], *, host: str, seconds: float) -> list[SetupResult]:
+def setup_train_group(workers: Sequence["ActorHandle[Any]"], *, seconds: float) -> TrainGroup:
     """Rendezvous on a port bound by rank 0 and set every rank up.
 
     Args:
         workers: actor handles by rank.
-        host: address of rank 0's node, as the other ranks reach it.
-        seconds: deadline of the rendezvous; setting up has the backend's own deadlines.
+        seconds: deadline of starting the processes; setting up has the backend's own deadlines.
 
     Raises:
         DrivetrainError: a rank failed, or the ranks disagree on the next rollout id.
     """
-    opened = gather({"train rank 0": workers[0].open_rendezvous.remote(host)}, what="rendezvous", seconds=seconds)
-    port = opened["train rank 0"]
+    names = [f"train rank {rank}" for rank in range(len(workers))]
+    opened = gather({names[0]: workers[0].open_rendezvous.remote()}, what="starting the train workers", seconds=seconds)
+    host, port = opened[names[0]]
     results = gather(
-        {f"train rank {rank}": worker.setup.remote(host, port) for rank, worker in enumerate(workers)},
+        {name: worker.setup.remote(host, port) for name, worker in zip(names, workers, strict=True)},
         what="setting the train backend up",
         seconds=None,
     )
-    ordered = [results[f"train rank {rank}"] for rank in range(len(workers))]
-    ids = {one.next_rollout_id for one in ordered}
+    ids = sorted({one.next_rollout_id for one in results.values()})
     if len(ids) > 1:
-        raise DrivetrainError(
-            f"train ranks disagree on the next rollout id ({sorted(ids)}); the checkpoint is not whole"
-        )
-    return ordered
+        raise DrivetrainError(f"train ranks disagree on the next rollout id ({ids}); the checkpoint is not whole")
+    return TrainGroup(
+        workers=workers,
+        ranks=ProcessGroupManager([one.place for one in results.values()]),
+        batching=results[names[0]].batching,
+        next_rollout_id=ids[0],
+    )

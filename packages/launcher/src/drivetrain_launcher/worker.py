@@ -4,16 +4,20 @@ Runs as a Ray actor. Which backend it is comes in as a name; nothing here knows 
 """
 
 import os
-from collections.abc import Mapping
+import sys
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from drivetrain_backend_api import ALGORITHMS, TRAIN_BACKENDS, OptionGroup, TrainConfig, load_implementation, load_spec
 from drivetrain_backend_api.packing import Batching, RolloutShard
-from drivetrain_backend_api.parallel import ParallelLayout, Role
+from drivetrain_backend_api.parallel import Role
+from drivetrain_infra.process_groups import WorkerPlace
+from drivetrain_infra.ray_runtime import LOOPBACK, this_node
+from drivetrain_infra.weight_sync.distributed import open_store
 from drivetrain_infra.weight_sync.sender import WeightSender
+
+_LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,37 +38,42 @@ class SetupResult:
     """What a worker knows once its backend is ready."""
 
     next_rollout_id: int
-    layout: ParallelLayout
+    place: WorkerPlace
     batching: Batching
 
 
 class TrainWorker:
     """Hosts one rank of a train backend."""
 
-    def __init__(self, settings: WorkerSettings, rank: int) -> None:
+    def __init__(self, settings: WorkerSettings, rank: int, device: str) -> None:
+        """Construct the backend; `setup` does the work.
+
+        Args:
+            settings: equal on all ranks.
+            rank: from 0.
+            device: torch device of this process.
+        """
         import torch
 
         self._settings = settings
         self._rank = rank
         self._store: Any = None
-        on_gpu = torch.cuda.is_available()
-        if not on_gpu:
+        if device == "cpu":
             torch.set_num_threads(settings.cpu_threads)
         backend_class = load_implementation(TRAIN_BACKENDS, load_spec(TRAIN_BACKENDS, settings.backend))
-        self._backend = backend_class(
-            settings.train, settings.role, rank, settings.world_size, "cuda:0" if on_gpu else "cpu"
-        )
+        self._backend = backend_class(settings.train, settings.role, rank, settings.world_size, device)
         algorithm_class = load_implementation(ALGORITHMS, load_spec(ALGORITHMS, settings.algorithm))
         self._algorithm = algorithm_class(settings.algorithm_options)
         self._sender: WeightSender | None = None
 
-    def open_rendezvous(self, host: str) -> int:
-        """Bind the group's rendezvous store here (rank 0) and return its port: bound by the system, never guessed."""
-        from torch.distributed import TCPStore
+    def open_rendezvous(self) -> tuple[str, int]:
+        """Open the group's rendezvous store here, on rank 0.
 
-        timeout = timedelta(minutes=self._settings.train.distributed_timeout_minutes)
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        return int(self._store.port)
+        Returns: host and port; the port is bound by the system, never guessed, and on this node's address only.
+        """
+        host = this_node().host
+        self._store = open_store(host, 60 * self._settings.train.distributed_timeout_minutes)
+        return host, int(self._store.port)
 
     def setup(self, master_address: str, master_port: int) -> SetupResult:
         """Set the backend up; collective over all workers."""
@@ -77,12 +86,16 @@ class TrainWorker:
             TORCHELASTIC_USE_AGENT_STORE="True",
             TORCHELASTIC_RESTART_COUNT="0",
         )
+        if master_address == LOOPBACK:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
         next_rollout_id = self._backend.setup(
             with_ref=self._algorithm.needs_ref_log_probs, with_opd_teacher=self._algorithm.needs_teacher_log_probs
         )
         self._sender = WeightSender(self._backend)
         return SetupResult(
-            next_rollout_id=next_rollout_id, layout=self._backend.parallel, batching=self._backend.batching
+            next_rollout_id=next_rollout_id,
+            place=WorkerPlace(layout=self._backend.parallel, node_id=this_node().node_id),
+            batching=self._backend.batching,
         )
 
     def train(self, rollout_id: int, shard: RolloutShard) -> list[dict[str, float]]:
@@ -96,10 +109,6 @@ class TrainWorker:
     def weight_sender(self, method: str, *arguments: Any) -> Any:
         """Call the sending side of a weight update."""
         return getattr(self._sender, method)(*arguments)
-
-    def environment(self) -> Mapping[str, str]:
-        """Return the process environment, for diagnosis."""
-        return dict(os.environ)
 
     def close(self) -> None:
         """End the backend."""

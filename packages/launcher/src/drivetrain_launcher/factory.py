@@ -1,0 +1,159 @@
+"""From a prepared stage to running processes: Ray, places, train workers, engines, the weight session.
+
+Everything started here is ended here, whatever happens in between.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+import torch
+
+from drivetrain_backend_api import merge_environments
+from drivetrain_backend_api.parallel import Role
+from drivetrain_infra.config import PlacementConfig
+from drivetrain_infra.engines.actor import EngineHandle, launch_engines
+from drivetrain_infra.engines.base import EngineSettings
+from drivetrain_infra.placement import Slot, create_placement_groups, logical_cpus
+from drivetrain_infra.ray_runtime import ray_session
+from drivetrain_infra.weight_sync.session import WeightSession
+from drivetrain_launcher.config import DrivetrainConfig
+from drivetrain_launcher.custom_generate import load_custom_generate
+from drivetrain_launcher.engine_pool import EnginePool
+from drivetrain_launcher.rewards import Reward
+from drivetrain_launcher.rollout import Generator
+from drivetrain_launcher.train_group import TrainGroup, setup_train_group
+from drivetrain_launcher.worker import TrainWorker, WorkerSettings
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+    from drivetrain_launcher.run import PreparedStage
+
+_ENGINE_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What a stage runs with; generator and weights are None where nothing is generated."""
+
+    trainer: TrainGroup
+    generator: Generator | None
+    weights: WeightSession | None
+
+
+@contextmanager
+def start_cluster(placements: Sequence[PlacementConfig], *, folder: Path) -> Iterator[None]:
+    """Start Ray here, large enough for every stage, or join the cluster that --ray-address names."""
+    with ray_session(
+        folder,
+        address=placements[0].ray_address,
+        num_cpus=max(logical_cpus(one) for one in placements),
+    ):
+        yield
+
+
+@contextmanager
+def start_resources(stage: "PreparedStage") -> Iterator[Resources]:
+    """Start all processes of a stage, wait until they are ready, and end them on the way out."""
+    config = stage.config
+    with ExitStack() as stack:
+        placement = create_placement_groups(config.placement, num_engines=None if stage.reward else 0)
+        stack.callback(placement.remove)
+        workers = [_start_worker(config, slot, stack) for slot in placement.train]
+        engines = _start_engines(config, placement.engines, stack)
+        trainer = setup_train_group(workers, seconds=config.placement.placement_timeout)
+        if stage.reward is None:
+            yield Resources(trainer=trainer, generator=None, weights=None)
+            return
+        yield Resources(
+            trainer=trainer,
+            generator=_generator(stage, engines, stage.reward),
+            weights=WeightSession(
+                workers,
+                engines,
+                config.weight_sync,
+                dtype=_ENGINE_DTYPE[config.train.precision],
+                folder=stage.folder.root / "weights",
+            ),
+        )
+
+
+def worker_environment(config: DrivetrainConfig) -> dict[str, str]:
+    """Return the variables that must exist before a train worker starts."""
+    return merge_environments(
+        {
+            f"train backend {config.backend.name}": config.backend.worker_env(config.train),
+            f"algorithm {config.algorithm.name}": config.algorithm.worker_env(config.algorithm_options),
+            "the launcher": _thread_variables(config),
+        }
+    )
+
+
+def engine_environment(config: DrivetrainConfig) -> dict[str, str]:
+    """Return the variables that must exist before a rollout engine starts."""
+    return merge_environments(
+        {
+            f"rollout engine {config.engine.name}": config.engine.worker_env(config.engine_options),
+            "the launcher": _thread_variables(config),
+        }
+    )
+
+
+def _thread_variables(config: DrivetrainConfig) -> dict[str, str]:
+    return {} if torch.cuda.is_available() else {"OMP_NUM_THREADS": str(config.placement.cpu_threads_per_rank)}
+
+
+def _start_worker(config: DrivetrainConfig, slot: Slot, stack: ExitStack) -> "ActorHandle[Any]":
+    settings = WorkerSettings(
+        backend=config.backend.name,
+        algorithm=config.algorithm.name,
+        train=config.train,
+        algorithm_options=config.algorithm_options,
+        role=Role.POLICY,
+        world_size=config.placement.train_world_size,
+        cpu_threads=config.placement.cpu_threads_per_rank,
+    )
+    options = {**slot.actor_options, "runtime_env": {"env_vars": worker_environment(config)}}
+    worker = ray.remote(TrainWorker).options(**options).remote(settings, slot.index, slot.device)
+    stack.callback(ray.kill, worker)
+    return worker
+
+
+def _start_engines(config: DrivetrainConfig, slots: Sequence[Slot], stack: ExitStack) -> list[EngineHandle]:
+    settings = EngineSettings(
+        model=config.train.hf_checkpoint,
+        device="set for each engine",
+        dtype=_ENGINE_DTYPE[config.train.precision],
+        trust_remote_code=config.train.trust_remote_code,
+        options=config.engine_options,
+    )
+    engines = launch_engines(
+        config.engine.name,
+        settings,
+        slots,
+        environment=engine_environment(config),
+        num_threads=config.placement.cpu_threads_per_rank,
+        seconds=config.placement.engine_start_timeout,
+    )
+    for one in engines:
+        stack.callback(ray.kill, one.actor)
+    return engines
+
+
+def _generator(stage: "PreparedStage", engines: Sequence[EngineHandle], reward: Reward) -> Generator:
+    rollout = stage.config.rollout
+    pool = EnginePool(engines=engines, seconds=rollout.rollout_timeout)
+    custom = rollout.custom_generate
+    return Generator(
+        call=pool.generate,
+        weight_version=pool.weight_version,
+        tokenizer=stage.tokenizer,
+        reward=reward,
+        custom_generate=(custom, load_custom_generate(custom)) if custom else None,
+        seed=stage.config.train.seed,
+        seconds=rollout.rollout_timeout,
+    )
