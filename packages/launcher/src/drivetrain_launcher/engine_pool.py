@@ -39,4 +39,5 @@ class EnginePool:
     def weight_version(self) -> int:
         """Return the weight version that all engines serve."""
         calls = {one.name: one.actor.weight_version.remote() for one in self.engines}
-        return min(gather(calls, what="asking for the weight version", seconds=self.seconds).values())
+        versions: list[int] = list(gather(calls, what="asking for the weight version", seconds=self.seconds).values())
+        return min(versions)

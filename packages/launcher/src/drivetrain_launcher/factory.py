@@ -29,8 +29,6 @@ from drivetrain_launcher.train_group import TrainGroup, setup_train_group
 from drivetrain_launcher.worker import TrainWorker, WorkerSettings
 
 if TYPE_CHECKING:
-    from ray.actor import ActorHandle
-
     from drivetrain_launcher.run import PreparedStage
 
 _ENGINE_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -107,7 +105,7 @@ def _thread_variables(config: DrivetrainConfig) -> dict[str, str]:
     return {} if torch.cuda.is_available() else {"OMP_NUM_THREADS": str(config.placement.cpu_threads_per_rank)}
 
 
-def _start_worker(config: DrivetrainConfig, slot: Slot, stack: ExitStack) -> "ActorHandle[Any]":
+def _start_worker(config: DrivetrainConfig, slot: Slot, stack: ExitStack) -> Any:
     settings = WorkerSettings(
         backend=config.backend.name,
         algorithm=config.algorithm.name,
@@ -118,7 +116,8 @@ def _start_worker(config: DrivetrainConfig, slot: Slot, stack: ExitStack) -> "Ac
         cpu_threads=config.placement.cpu_threads_per_rank,
     )
     options = {**slot.actor_options, "runtime_env": {"env_vars": worker_environment(config)}}
-    worker = ray.remote(TrainWorker).options(**options).remote(settings, slot.index, slot.device)
+    # Ray's own annotations give a handle, or the class itself
+    worker: Any = ray.remote(TrainWorker).options(**options).remote(settings, slot.index, slot.device)
     stack.callback(ray.kill, worker)
     return worker
 

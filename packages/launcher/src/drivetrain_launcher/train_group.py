@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 
@@ -11,9 +11,6 @@ from drivetrain_backend_api import DrivetrainError
 from drivetrain_backend_api.packing import Batching, RolloutShard
 from drivetrain_infra.process_groups import ProcessGroupManager
 from drivetrain_launcher.remote import gather
-
-if TYPE_CHECKING:
-    from ray.actor import ActorHandle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +24,7 @@ class TrainGroup:
         next_rollout_id: how many rollouts the loaded weights were trained on.
     """
 
-    workers: Sequence["ActorHandle[Any]"]
+    workers: Sequence[Any]
     ranks: ProcessGroupManager
     batching: Batching
     next_rollout_id: int
@@ -55,7 +52,7 @@ class TrainGroup:
         )
 
 
-def setup_train_group(workers: Sequence["ActorHandle[Any]"], *, seconds: float) -> TrainGroup:
+def setup_train_group(workers: Sequence[Any], *, seconds: float) -> TrainGroup:
     """Rendezvous on a port bound by rank 0 and set every rank up.
 
     Args:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain_backend_api import ALGORITHMS, TRAIN_BACKENDS, OptionGroup, TrainConfig, load_implementation, load_spec
+from drivetrain_backend_api.backend import TrainBackend
 from drivetrain_backend_api.packing import Batching, RolloutShard
 from drivetrain_backend_api.parallel import Role
 from drivetrain_infra.process_groups import WorkerPlace
@@ -60,7 +61,9 @@ class TrainWorker:
         self._store: Any = None
         if device == "cpu":
             torch.set_num_threads(settings.cpu_threads)
-        backend_class = load_implementation(TRAIN_BACKENDS, load_spec(TRAIN_BACKENDS, settings.backend))
+        backend_class: type[TrainBackend] = load_implementation(
+            TRAIN_BACKENDS, load_spec(TRAIN_BACKENDS, settings.backend)
+        )
         self._backend = backend_class(settings.train, settings.role, rank, settings.world_size, device)
         algorithm_class = load_implementation(ALGORITHMS, load_spec(ALGORITHMS, settings.algorithm))
         self._algorithm = algorithm_class(settings.algorithm_options)
