@@ -23,6 +23,9 @@ _LINE = (
     ("tok/s", "perf/tokens_per_second", "{:.0f}"),
 )
 
+_SECONDS_BETWEEN_LINES = 2.0
+"""Where there is no live line, a log is not flooded by short rollouts."""
+
 
 class Display:
     """Shows one stage of a run; a context manager."""
@@ -37,6 +40,7 @@ class Display:
         self._console = console
         self._start, self._stop = start, stop
         self._began = time.monotonic()
+        self._last_line = 0.0
         self._evaluations: dict[int, float] = {}
         self._rewards: list[float] = []
         self._tokens_per_second: list[float] = []
@@ -73,7 +77,9 @@ class Display:
         self._tokens_per_second.append(metrics["perf/tokens_per_second"])
         self._last_loss = metrics.get("train/loss")
         self._progress.update(self._task, advance=1, line="  ".join(parts))
-        if not self._console.is_terminal:
+        now, ended = time.monotonic(), rollout_id + 1 == self._stop
+        if not self._console.is_terminal and (ended or now - self._last_line >= _SECONDS_BETWEEN_LINES):
+            self._last_line = now
             self._console.print(
                 f"rollout {rollout_id + 1}/{self._stop}  {'  '.join(parts)}  {self._time_left(rollout_id)}"
             )

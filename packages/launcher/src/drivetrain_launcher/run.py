@@ -57,6 +57,9 @@ def run_train(request: Request) -> int:
         ConfigError: it cannot work, found before anything starts.
         DrivetrainError: it failed while running; what was durable is still there.
     """
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     console = Console(soft_wrap=True)
     folder = RunFolder(request.save)
     folder.refuse_if_used()
