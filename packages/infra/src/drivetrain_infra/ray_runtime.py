@@ -138,7 +138,7 @@ def ray_session(
     else:
         _require_reachable(address)
         with (
-            _environment(_QUIRKS),
+            _environment(_QUIRKS, RAY_ENABLE_UV_RUN_RUNTIME_ENV=False),
             _initialised({"address": address, "log_to_driver": log_to_driver}, f"connect to Ray at {address}") as head,
         ):
             yield RaySession(address=head, temp_dir=None)
@@ -208,17 +208,27 @@ def _temp_dir(run_folder: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables that are not set yet, for this process and its children, until the end."""
-    before = dict(os.environ)
-    for name, value in variables.items():
-        os.environ.setdefault(name, value)
+def _environment(variables: Mapping[str, str], **constants: bool) -> Iterator[None]:
+    """Set environment variables that are not set yet, for this process and its children, until the end.
+
+    Args:
+        variables: name -> value.
+        constants: what Ray made of them when it was imported, which may have been before this.
+    """
+    from ray._private import ray_constants
+
+    new = {name: value for name, value in variables.items() if name not in os.environ}
+    imported = {name: getattr(ray_constants, name) for name in constants}
+    os.environ.update(new)
+    for name, value in constants.items():
+        setattr(ray_constants, name, value)
     try:
         yield
     finally:
-        for name in variables:
-            if name not in before:
-                os.environ.pop(name, None)
+        for name in new:
+            os.environ.pop(name, None)
+        for name, value in imported.items():
+            setattr(ray_constants, name, value)
 
 
 @contextlib.contextmanager
@@ -235,18 +245,12 @@ def _local_environment(temp_dir: Path) -> Iterator[None]:
     }
     if "RAY_AUTH_TOKEN" not in os.environ:
         variables["RAY_AUTH_TOKEN_PATH"] = str(token)
-    with _environment(variables):
-        from ray._private import ray_constants
-
-        # Ray reads the variable when it is imported, which may have been before this
-        outside = ray_constants.ENABLE_RAY_CLUSTER
-        ray_constants.ENABLE_RAY_CLUSTER = False
-        _reload_authentication()
-        try:
+    try:
+        with _environment(variables, RAY_ENABLE_UV_RUN_RUNTIME_ENV=False, ENABLE_RAY_CLUSTER=False):
+            _reload_authentication()
             yield
-        finally:
-            ray_constants.ENABLE_RAY_CLUSTER = outside
-    _reload_authentication()
+    finally:
+        _reload_authentication()
 
 
 def _reload_authentication() -> None:
@@ -272,7 +276,7 @@ def _initialised(arguments: Mapping[str, Any], doing: str) -> Iterator[str]:
         )
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(logging_level=logging.ERROR, _skip_env_hook="RAY_RUNTIME_ENV_HOOK" not in os.environ, **arguments)
+        ray.init(logging_level=logging.ERROR, **arguments)
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         ray.shutdown()
         raise DrivetrainError(f"could not {doing}: {error}") from error
