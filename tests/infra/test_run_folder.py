@@ -59,6 +59,13 @@ def test_what_an_interrupted_save_left_is_not_mixed_into_the_next(run: RunFolder
     assert [path.name for path in run.checkpoint(4).iterdir()] == ["weights"]
 
 
+def test_a_checkpoint_that_was_written_elsewhere_is_not_committed(run: RunFolder) -> None:
+    run.begin_checkpoint(4)
+    with pytest.raises(DataError, match="all nodes share"):
+        run.commit_checkpoint(4)
+    assert not run.checkpoint(4).exists()
+
+
 def test_no_checkpoint_is_said_plainly(run: RunFolder) -> None:
     with pytest.raises(DataError, match="holds no checkpoint"):
         run.latest()

@@ -66,8 +66,17 @@ class RunFolder:
         return aside
 
     def commit_checkpoint(self, next_rollout_id: int) -> Path:
-        """Make a fully written checkpoint durable, then name it in `latest`."""
+        """Make a fully written checkpoint durable, then name it in `latest`.
+
+        Raises:
+            DataError: the backend wrote nothing into the folder.
+        """
         aside, final = self._aside(next_rollout_id), self.checkpoint(next_rollout_id)
+        if not any(aside.iterdir()):
+            raise DataError(
+                f"{aside} is empty though the train workers wrote a checkpoint; --save must be a folder on a file "
+                "system that all nodes share"
+            )
         for path in sorted(aside.rglob("*")):
             _sync(path)
         _sync(aside)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from drivetrain_backend_api import ConfigError
+from drivetrain_backend_api import ConfigError, OptionGroup, options
 from drivetrain_infra.run_folder import RunFolder, resolve_checkpoint
 from drivetrain_infra.tracking.base import Tracker, Trackers
 from drivetrain_infra.tracking.jsonl import JsonlTracker
@@ -61,7 +61,7 @@ def run_train(request: Request) -> int:
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     console = Console(soft_wrap=True)
-    folder = RunFolder(request.save)
+    folder = RunFolder(request.save.absolute())
     folder.refuse_if_used()
     stages = prepare(request, folder, console)
 
@@ -138,7 +138,7 @@ def prepare_stage(
         reward = load_reward(config.rollout.reward, key=config.rollout.reward_key)
         reward.check_labels([*(dataset.prompts if config.algorithm.generates else ()), *held_out])
     stop = _num_rollouts(config, len(dataset))
-    config = _resolved(start_from or config, stop)
+    config = _resolved(_absolute(start_from or config), stop)
     folder.create(config_values(config))
     return PreparedStage(
         title=title,
@@ -230,6 +230,21 @@ def _num_rollouts(config: DrivetrainConfig, prompts: int) -> int:
         return config.loop.num_rollout
     assert config.loop.num_epoch is not None
     return math.ceil(config.loop.num_epoch * prompts / config.rollout.rollout_batch_size)
+
+
+def _absolute(config: DrivetrainConfig) -> DrivetrainConfig:
+    """Make every path absolute: train workers and engines may run in another folder than the driver."""
+    groups = {}
+    for field in dataclasses.fields(config):
+        group = getattr(config, field.name)
+        if isinstance(group, OptionGroup):
+            paths = {
+                one.name: str(Path(value).absolute())
+                for one in options(type(group))
+                if one.metavar in ("DIR", "FILE") and (value := getattr(group, one.name)) is not None
+            }
+            groups[field.name] = dataclasses.replace(group, **paths)
+    return dataclasses.replace(config, **groups)
 
 
 def _resolved(config: DrivetrainConfig, num_rollouts: int) -> DrivetrainConfig:
