@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from drivetrain_backend_api import IllegalStateError
@@ -96,9 +97,17 @@ class WeightSender:
             self._channel.close()
         self._channel = self._store = self._address = None
 
-    def begin(self, bucket_bytes: int, holders: Holders) -> str | None:
-        """Begin an export; collective. Returns the plan as JSON on rank 0, None elsewhere."""
-        self._export = self._backend.export_weights(bucket_bytes, holders)
+    def begin(self, bucket_bytes: int, holders: Holders, dtype: str) -> str | None:
+        """Begin an export; collective.
+
+        Args:
+            bucket_bytes: most bytes of a bucket.
+            holders: which ranks send.
+            dtype: name of the torch dtype of floating-point tensors.
+
+        Returns: the plan as JSON on rank 0, None elsewhere.
+        """
+        self._export = self._backend.export_weights(bucket_bytes, holders, getattr(torch, dtype))
         return dump_plan(self._export.plan) if self._backend.parallel.rank == 0 else None
 
     def broadcast(self, seconds: float) -> list[SentBucket]:

@@ -7,7 +7,7 @@ The same protocol for every transport. Each phase has a deadline, `--update-weig
 | connect | `place`; then stage leads: `open_channel`, `join_channel` | `node`, R `join_channels` |
 | pause | | `pause(mode)` |
 | flush | | `flush_cache()` |
-| plan | `begin(bucket_bytes, holders)` | R `begin(plan)` |
+| plan | `begin(bucket_bytes, holders, dtype)` | R `begin(plan)` |
 | stream | `broadcast(seconds)` or `write(folder, seconds)` | R `receive(seconds)` or `read(folder, seconds)` |
 | verify | | R `verify(checksums)` |
 | commit | | R `commit(version)` |
@@ -78,7 +78,13 @@ class WeightSession:
     """
 
     def __init__(
-        self, workers: Sequence[Any], engines: Sequence[EngineHandle], config: WeightSyncConfig, *, folder: Path
+        self,
+        workers: Sequence[Any],
+        engines: Sequence[EngineHandle],
+        config: WeightSyncConfig,
+        *,
+        dtype: str,
+        folder: Path,
     ) -> None:
         """Take the parties; nothing is called yet.
 
@@ -86,12 +92,14 @@ class WeightSession:
             workers: handles of all train worker actors, by rank.
             engines: all engines.
             config: transport, bucket size, pause and deadline.
+            dtype: name of the torch dtype that the engines compute in, in which floating-point weights are sent.
             folder: where the disk transport writes, unless `--update-weight-disk-dir` says otherwise.
         """
         self._workers = list(workers)
         self.engines = list(engines)
         self.version = 0
         self._config = config
+        self._dtype = dtype
         self._folder = Path(config.update_weight_disk_dir or folder).absolute()
         self._connected: tuple[EngineHandle, ...] = ()
 
@@ -130,7 +138,7 @@ class WeightSession:
             update.on_engines("flush_cache")
         with update.phase(Phase.PLAN):
             holders = Holders.STAGE_LEAD if folder is None else Holders.RANK0
-            plan = update.on_workers("begin", config.update_weight_buffer_size, holders)[0]
+            plan = update.on_workers("begin", config.update_weight_buffer_size, holders, self._dtype)[0]
             update.on_receivers("begin", plan)
         with update.phase(Phase.STREAM):
             sent = update.broadcast() if folder is None else update.through(folder)
