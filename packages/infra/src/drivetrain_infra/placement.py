@@ -20,6 +20,8 @@ _NODE_LABEL = "ray.io/node-id"
 _SPARE_CPUS = 2
 """Logical CPUs beside those of ranks and engines, for tasks such as rewards and for finding out GPU indices."""
 
+_POLL_SECONDS = 0.1
+
 
 class PlacementError(DrivetrainError):
     """The cluster does not have what was asked for; the message shows both."""
@@ -49,7 +51,7 @@ class ResourceRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeResources:
-    """What a node has free."""
+    """What a node has: free, or in all."""
 
     node_id: str
     host: str
@@ -145,18 +147,25 @@ def logical_cpus(config: PlacementConfig, *, num_engines: int | None = None) -> 
     return sum(one.processes * one.devices for one in requests) + _SPARE_CPUS
 
 
-def cluster_nodes() -> list[NodeResources]:
-    """List what each live node of the connected cluster has free, by host and id."""
-    free = available_resources_per_node()  # type: ignore[no-untyped-call]
+def cluster_nodes(*, free: bool = True) -> list[NodeResources]:
+    """List what each live node of the connected cluster has, by host and id.
+
+    Args:
+        free: only what no run holds now.
+    """
+    alive = [one for one in ray.nodes() if one["Alive"]]  # type: ignore[no-untyped-call]
+    if free:
+        have = available_resources_per_node()  # type: ignore[no-untyped-call]
+    else:
+        have = {one["NodeID"]: one["Resources"] for one in alive}
     nodes = [
         NodeResources(
             node_id=one["NodeID"],
             host=one["NodeManagerAddress"],
-            cpus=int(free.get(one["NodeID"], {}).get("CPU", 0)),
-            gpus=int(free.get(one["NodeID"], {}).get("GPU", 0)),
+            cpus=int(have.get(one["NodeID"], {}).get("CPU", 0)),
+            gpus=int(have.get(one["NodeID"], {}).get("GPU", 0)),
         )
-        for one in ray.nodes()  # type: ignore[no-untyped-call]
-        if one["Alive"]
+        for one in alive
     ]
     return sorted(nodes, key=lambda one: (one.host, one.node_id))
 
@@ -175,7 +184,7 @@ def preflight(requests: Sequence[ResourceRequest], nodes: Sequence[NodeResources
 
     Args:
         requests: in the order of their claim.
-        nodes: what is free.
+        nodes: what they have.
         device: "GPU" or "CPU".
     """
     room = {one.node_id: (one.gpus if device == "GPU" else one.cpus, one.cpus) for one in nodes}
@@ -210,11 +219,8 @@ def _shortage(request: ResourceRequest, size: int, spots: int, found: int, devic
         "train": "lower --actor-num-nodes or --actor-num-gpus-per-node",
         "rollout": "lower --rollout-num-gpus or --rollout-num-gpus-per-engine",
     }
-    what = f"nodes with {size} free {device}s each" if request.per_node else f"processes of {size} {device}s each"
-    return (
-        f"{request.role}: {spots} {what} are asked for, {found} can be had; {flags[request.role]}, add nodes, "
-        "or wait for other runs to end"
-    )
+    what = f"nodes with {size} {device}s each" if request.per_node else f"processes of {size} {device}s each"
+    return f"{request.role}: {spots} {what} are asked for, {found} can be had; {flags[request.role]}, or add nodes"
 
 
 def _table(requests: Sequence[ResourceRequest], nodes: Sequence[NodeResources], device: str) -> tuple[str, ...]:
@@ -233,9 +239,9 @@ def _table(requests: Sequence[ResourceRequest], nodes: Sequence[NodeResources], 
     for node in nodes:
         free = node.gpus if device == "GPU" else node.cpus
         cpus = f"{node.host}, {node.cpus} CPUs" if device == "GPU" else node.host
-        lines.append((f"free: node {node.node_id[:8]}", "", str(free), cpus))
+        lines.append((f"there: node {node.node_id[:8]}", "", str(free), cpus))
     total = sum(one.gpus if device == "GPU" else one.cpus for one in nodes)
-    lines.append(("free: total", "", str(total), str(len(nodes))))
+    lines.append(("there: total", "", str(total), str(len(nodes))))
     widths = [max(len(line[column]) for line in lines) for column in range(4)]
     return tuple(
         f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {d:<{widths[3]}}".rstrip() for a, b, c, d in lines
@@ -244,6 +250,8 @@ def _table(requests: Sequence[ResourceRequest], nodes: Sequence[NodeResources], 
 
 def create_placement_groups(config: PlacementConfig, *, num_engines: int | None = None) -> Placement:
     """Reserve places for all processes of a run on the connected cluster.
+
+    What the cluster could never grant is refused at once; what others hold is waited for.
 
     Args:
         config: the flags; `placement_timeout` bounds the whole call.
@@ -254,8 +262,8 @@ def create_placement_groups(config: PlacementConfig, *, num_engines: int | None 
     """
     deadline = time.monotonic() + config.placement_timeout
     requests = resource_requests(config, num_engines=num_engines)
-    plan = preflight(requests, cluster_nodes(), cluster_device())
-    plan.require()
+    preflight(requests, cluster_nodes(free=False), cluster_device()).require()
+    plan = _wait_for_room(requests, config.placement_timeout)
     groups: list[PlacementGroup] = []
     slots: dict[str, tuple[Slot, ...]] = {}
     try:
@@ -279,6 +287,19 @@ def create_placement_groups(config: PlacementConfig, *, num_engines: int | None 
             remove_placement_group(group)
         raise
     return Placement(train=slots["train"], engines=slots.get("rollout", ()), groups=tuple(groups))
+
+
+def _wait_for_room(requests: Sequence[ResourceRequest], seconds: float) -> PlacementPlan:
+    """Plan with what is free, once there is enough of it: processes that ended give their places back with a delay."""
+    end = time.monotonic() + seconds
+    while (plan := preflight(requests, cluster_nodes(), cluster_device())).errors:
+        if time.monotonic() > end:
+            raise PlacementError(
+                f"other runs hold what this one needs, still after --placement-timeout {seconds:g} s; wait for them "
+                "to end, or raise the timeout. What is free:\n" + "\n".join([*plan.errors, *plan.rows])
+            )
+        time.sleep(_POLL_SECONDS)
+    return plan
 
 
 def _resources(devices: int, device: str) -> dict[str, float]:

@@ -21,15 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from drivetrain_backend_api import DrivetrainError
 
 MAX_SOCKET_PATH = 103 if sys.platform == "darwin" else 107
 """Longest AF_UNIX path in bytes that the operating system takes."""
 
-_LONGEST_SOCKET = "/session_2000-01-01_00-00-00_000000_0000000/sockets/plasma_store_1"
-"""What Ray appends to its temp dir for the longest of its sockets, with a seven-digit process id."""
+_LONGEST_SOCKET = "/ray/session_2000-01-01_00-00-00_000000_0000000/sockets/plasma_store_1"
+"""What is appended to the temp dir for the longest of its sockets, with a seven-digit process id."""
 
 _CPU_OBJECT_STORE_BYTES = 256 * 1024**2
 """Object store of a machine without GPUs: rollout batches are a few MiB, and containers often have little /dev/shm."""
@@ -108,7 +106,7 @@ def ray_session(
 
     Args:
         run_folder: names the temp dir; a second session for the same folder is refused while the first one lives.
-        address: "host:port" or "auto" of a running cluster; None starts Ray here.
+        address: "host:port" of a running cluster's head; None starts Ray here.
         num_cpus: logical CPUs of a Ray started here. Train ranks and engines share the cores of a machine without GPUs,
             so this may exceed the cores there are: pass what the placement needs.
         object_store_bytes: of a Ray started here; by default small without GPUs and Ray's own choice with them.
@@ -128,7 +126,7 @@ def ray_session(
                     "object_store_memory": object_store_bytes or _default_object_store_bytes(),
                     "include_dashboard": False,
                     "log_to_driver": log_to_driver,
-                    "_temp_dir": str(temp_dir),
+                    "_temp_dir": str(temp_dir / "ray"),
                     "_node_ip_address": LOOPBACK,
                 },
                 "start Ray on this machine",
@@ -155,16 +153,15 @@ def local_cluster(
     from ray.cluster_utils import Cluster
 
     with _temp_dir(run_folder) as temp_dir, _local_environment(temp_dir):
+        (temp_dir / "ray").mkdir()
         cluster = Cluster(shutdown_at_exit=True)
         try:
-            for index, cpus in enumerate(cpus_per_node):
-                only_head: dict[str, Any] = {"temp_dir": str(temp_dir)} if index == 0 else {}
+            for cpus in cpus_per_node:
                 cluster.add_node(
                     num_cpus=cpus,
                     object_store_memory=object_store_bytes,
                     include_dashboard=False,
                     node_ip_address=LOOPBACK,
-                    **only_head,
                 )
             yield str(cluster.address)
         finally:
@@ -177,10 +174,14 @@ _QUIRKS: Mapping[str, str] = {
     # a process that asks for no GPU keeps the CUDA_VISIBLE_DEVICES it inherits
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # actors start processes of their own; one idle worker for each logical CPU would only take the cores from them
+    "RAY_prestart_worker_first_driver": "0",
 }
 
 
 def _default_object_store_bytes() -> int | None:
+    import torch
+
     return None if torch.cuda.is_available() else _CPU_OBJECT_STORE_BYTES
 
 
@@ -240,6 +241,8 @@ def _local_environment(temp_dir: Path) -> Iterator[None]:
     variables = {
         **_QUIRKS,
         "RAY_AUTH_MODE": "token",
+        # Ray makes a folder `ray` in it that all users may write, hence the private parent
+        "RAY_TMPDIR": str(temp_dir),
         # Ray's name for "use the node's outside address"; it has no option for loopback
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     }
@@ -291,15 +294,23 @@ def _initialised(arguments: Mapping[str, Any], doing: str) -> Iterator[str]:
 
 def _require_reachable(address: str) -> None:
     """Fail at once where Ray would retry for a long time."""
-    if address == "auto":
-        return
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise DrivetrainError(f"--ray-address {address}: must be host:port of a Ray head, or auto")
+        raise DrivetrainError(f"--ray-address {address}: must be host:port of a Ray head")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
     except OSError as error:
         raise DrivetrainError(
             f"--ray-address {address}: nothing answers there ({error}); start a head with "
             f"'ray start --head --port {port}', or leave the flag out to start Ray on this machine"
+        ) from error
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
+    from ray.exceptions import RayError
+
+    try:
+        GcsClient(address=address)
+    except RayError as error:
+        raise DrivetrainError(
+            f"--ray-address {address}: what answers there is no Ray head that this process may use ({error}); look at "
+            "the port, and set RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH as the cluster was started with"
         ) from error
