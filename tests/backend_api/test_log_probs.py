@@ -93,10 +93,10 @@ def test_gradients_are_those_of_finite_differences() -> None:
     assert torch.autograd.gradcheck(function, (hidden, weight, bias))
 
 
-def test_bf16_gives_float32_log_probs_of_the_bf16_logits() -> None:
+def test_bf16_on_a_cpu_multiplies_in_fp32_and_gives_bf16_gradients() -> None:
     hidden, weight, _, labels = inputs(torch.bfloat16, bias=False)
     result = label_log_probs(hidden, Head(weight=weight), labels, chunk_size=5)
-    expected = torch.log_softmax((hidden @ weight.t()).float(), -1).gather(1, labels[:, None]).squeeze(1)
+    expected = torch.log_softmax(hidden.float() @ weight.float().t(), -1).gather(1, labels[:, None]).squeeze(1)
     assert result.log_probs.dtype == torch.float32
     torch.testing.assert_close(result.log_probs, expected, **TOLERANCE[torch.float32])
     gradients = torch.autograd.grad(result.log_probs.sum(), [hidden, weight])

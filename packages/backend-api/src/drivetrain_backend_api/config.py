@@ -181,9 +181,9 @@ class TrainConfig(OptionGroup):
     attention_backend: str = option("auto", help="packed attention kernel", choices=("auto", "varlen", "per_sequence"))
 
     # precision
-    bf16: bool = option(False, help="compute in bfloat16 with fp32 master weights (the default)")
+    bf16: bool = option(False, help="compute in bfloat16 with fp32 master weights (the default where there are GPUs)")
     fp16: bool = option(False, help="compute in float16 with fp32 master weights and a loss scaler")
-    fp32: bool = option(False, help="compute in float32")
+    fp32: bool = option(False, help="compute in float32 (the default of a run on CPUs)")
     initial_loss_scale: float = option(2.0**16, help="first loss scale under --fp16", above=0)
     min_loss_scale: float = option(1.0, help="smallest loss scale under --fp16", above=0)
     loss_scale_window: int = option(1000, help="steps without overflow before the loss scale doubles", minimum=1)

@@ -4,7 +4,7 @@ Logits exist for `chunk_size` tokens at a time, forward and backward; the backwa
 gradients is O(chunk_size x vocabulary).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -62,6 +62,10 @@ def label_log_probs(
         chunk_size: tokens whose logits exist at one time.
         with_entropy: also compute the entropy.
     """
+    if hidden.device.type == "cpu" and hidden.dtype.itemsize == 2:
+        # few CPUs multiply 16-bit matrices in hardware; without that it takes tens of times longer than fp32
+        hidden = hidden.float()
+        head = replace(head, weight=head.weight.float(), bias=None if head.bias is None else head.bias.float())
     log_probs, entropy = _ChunkedLogProbs.apply(
         hidden, head.weight, head.bias, labels, head.scale, head.softcap, temperature, chunk_size, with_entropy
     )

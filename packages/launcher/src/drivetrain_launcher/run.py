@@ -139,6 +139,9 @@ def prepare_stage(
         reward.check_labels([*(dataset.prompts if config.algorithm.generates else ()), *held_out])
     stop = _num_rollouts(config, len(dataset))
     config = _resolved(_absolute(start_from or config), stop)
+    if _computes_in_fp32_by_default(config):
+        console.print("no GPU here: computing in fp32, which CPUs do many times faster (--bf16 computes in bf16)")
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, fp32=True))
     folder.create(config_values(config))
     return PreparedStage(
         title=title,
@@ -230,6 +233,15 @@ def _num_rollouts(config: DrivetrainConfig, prompts: int) -> int:
         return config.loop.num_rollout
     assert config.loop.num_epoch is not None
     return math.ceil(config.loop.num_epoch * prompts / config.rollout.rollout_batch_size)
+
+
+def _computes_in_fp32_by_default(config: DrivetrainConfig) -> bool:
+    """Say whether nobody chose a precision and this machine, on which Ray will start, has no GPU."""
+    import torch
+
+    train = config.train
+    chosen = train.bf16 or train.fp16 or train.fp32
+    return not chosen and config.placement.ray_address is None and not torch.cuda.is_available()
 
 
 def _absolute(config: DrivetrainConfig) -> DrivetrainConfig:
