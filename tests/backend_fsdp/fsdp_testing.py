@@ -234,10 +234,10 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def one_rank(config: FsdpConfig) -> Iterator[FsdpBackend]:
+def one_rank(config: FsdpConfig, device: str = "cpu") -> Iterator[FsdpBackend]:
     """A backend of one rank in this process, not set up yet."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_ports(1)[0]))
-    with FsdpBackend(config, Role.POLICY, 0, 1, "cpu") as backend:
+    with FsdpBackend(config, Role.POLICY, 0, 1, device) as backend:
         yield backend
 
 

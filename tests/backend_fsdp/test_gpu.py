@@ -1,0 +1,112 @@
+"""The backend on one GPU: the fused kernel, device memory, host offload. Results are kept under benchmarks/."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fsdp_testing import (
+    PolicyGradient,
+    assert_same,
+    config_of,
+    exported,
+    make_model,
+    make_rollout,
+    one_rank,
+    reference_train,
+    train_here,
+    worst_error,
+)
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from drivetrain_backend_api.lifecycle import State
+
+pytestmark = pytest.mark.gpu
+
+STEPS = {"steps": 2, "lrs": [1e-2, 1e-2], "clip": 1.0, "weight_decay": 0.1, "eps": 1e-5}
+PACKED = {"global_batch_size": 4, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 40}
+
+
+def to_cpu(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: one.cpu() for name, one in weights.items()}
+
+
+@pytest.mark.parametrize("offload", [{}, {"optimizer_cpu_offload": True}, {"fsdp_cpu_offload": True}])
+def test_fp32_equals_the_reference(tmp_path: Path, offload: dict[str, Any]) -> None:
+    folder, rollout = make_model(tmp_path / "model", "qwen3"), make_rollout()
+    expected = reference_train(folder, rollout, **STEPS)
+    with one_rank(config_of(folder, **PACKED, **offload), "cuda:0") as backend:
+        found = train_here(backend, rollout)
+    # fp32 matmuls without TF32; sums in another order than the CPU's
+    assert found["losses"] == pytest.approx(expected.losses, rel=1e-4, abs=1e-6)
+    assert found["grad_norms"] == pytest.approx(expected.grad_norms, rel=1e-4)
+    assert worst_error(to_cpu(found["weights"]), expected.weights) < 1e-4
+
+
+def bf16_model(folder: Path) -> str:
+    """A random model whose head size the fused kernel takes."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=67,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("kernel", ["varlen", "per_sequence"])
+def test_bf16_is_close_to_the_fp32_reference(tmp_path: Path, kernel: str) -> None:
+    folder, rollout = bf16_model(tmp_path / "model"), make_rollout()
+    expected = reference_train(folder, rollout, **STEPS)
+    with one_rank(config_of(folder, bf16=True, attention_backend=kernel, **PACKED), "cuda:0") as backend:
+        found = train_here(backend, rollout)
+    # bf16 keeps 8 bits; log-probs are of the order of 4
+    for one, other in zip(found["log_probs"], expected.log_probs, strict=True):
+        torch.testing.assert_close(one.cpu(), other, atol=0.05, rtol=0)
+    assert found["grad_norms"] == pytest.approx(expected.grad_norms, rel=0.03)
+
+
+def test_sleep_gives_device_memory_back_and_wakes_bitwise(tmp_path: Path) -> None:
+    folder, rollout = bf16_model(tmp_path / "model"), make_rollout()
+    with one_rank(config_of(folder, bf16=True, **PACKED), "cuda:0") as backend:
+        train_here(backend, rollout)
+        awake, before = torch.cuda.memory_allocated(), exported(backend)
+        moments = {name: one.cpu().clone() for name, one in backend.optimizer.state().items()}
+        backend.sleep(keep_weights=True)
+        weights_only = torch.cuda.memory_allocated()
+        assert_same(exported(backend), before)
+        backend.sleep()
+        asleep = torch.cuda.memory_allocated()
+        assert backend.lifecycle.state is State.ASLEEP
+        parameters = sum(one.numel() * 4 for one in before.values())
+        held = sum(one.numel() * one.element_size() for one in before.values())
+        # Adam's two moments go first, then the fp32 masters; `before` itself stays
+        assert awake - weights_only >= 1.9 * parameters
+        assert weights_only - asleep >= 0.9 * parameters
+        assert asleep - held < 0.2 * parameters + 16 * 2**20
+        backend.wake_up()
+        assert_same(exported(backend), before)
+        assert_same({name: one.cpu() for name, one in backend.optimizer.state().items()}, moments)
+        backend.train(1, backend.preprocess_rollout_data(rollout), PolicyGradient(None))
+
+
+def test_a_checkpoint_resumes_bitwise(tmp_path: Path) -> None:
+    folder, rollout = bf16_model(tmp_path / "model"), make_rollout()
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    with one_rank(config_of(folder, bf16=True, **PACKED), "cuda:0") as backend:
+        train_here(backend, rollout)
+        backend.save_checkpoint(checkpoint).finalize()
+        backend.train(1, backend.preprocess_rollout_data(rollout), PolicyGradient(None))
+        straight = to_cpu(exported(backend))
+    with one_rank(config_of(folder, bf16=True, load=str(checkpoint), **PACKED), "cuda:0") as backend:
+        assert backend.setup() == 1
+        backend.train(1, backend.preprocess_rollout_data(rollout), PolicyGradient(None))
+        assert_same(to_cpu(exported(backend)), straight)
