@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -246,7 +246,7 @@ def _computes_in_fp32_by_default(config: DrivetrainConfig) -> bool:
 
 def _absolute(config: DrivetrainConfig) -> DrivetrainConfig:
     """Make every path absolute: train workers and engines may run in another folder than the driver."""
-    groups = {}
+    groups: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         group = getattr(config, field.name)
         if isinstance(group, OptionGroup):
