@@ -89,7 +89,7 @@ def _make_model(folder: Path, seed: int) -> None:
         bos_token_id=None,
         dtype="float32",
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
     model.generation_config.eos_token_id = 1
