@@ -21,12 +21,16 @@ class Finished:
 
 
 Command = Callable[..., Finished]
-"""drivetrain(*words, folder=..., seconds=...)."""
+"""drivetrain(*words, folder=..., seconds=..., joins_ray=...)."""
 
 
-def run_drivetrain(*words: str, folder: Path, seconds: float = 240) -> Finished:
-    """Run `drivetrain` in a folder; it is killed, and the test fails, at the deadline."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("DRIVETRAIN_", "RAY_"))}
+def run_drivetrain(*words: str, folder: Path, seconds: float = 240, joins_ray: bool = False) -> Finished:
+    """Run `drivetrain` in a folder; it is killed, and the test fails, at the deadline.
+
+    With `joins_ray` it inherits the variables that let it join a Ray cluster of the test.
+    """
+    strange = ("DRIVETRAIN_",) if joins_ray else ("DRIVETRAIN_", "RAY_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(strange)}
     environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": "160"}
     process = subprocess.run(
         [sys.executable, "-m", "drivetrain_launcher.cli", *words],

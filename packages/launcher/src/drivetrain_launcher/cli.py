@@ -16,6 +16,7 @@ from pathlib import Path
 
 from drivetrain_backend_api import ConfigError, DiscoveryError, DrivetrainError
 from drivetrain_launcher.arguments import StrictParser
+from drivetrain_launcher.export import DTYPES
 
 REFUSED = 2
 FAILED = 1
@@ -60,6 +61,9 @@ def _parser() -> StrictParser:
     commands.add_parser("recipes", help="list the recipes of `drivetrain train --recipe NAME`")
     export = commands.add_parser("export", help="write the newest checkpoint of a run as a Hugging Face model folder")
     export.add_argument("run", metavar="RUN", type=Path, help="folder of the run, its --save")
+    export.add_argument(
+        "--dtype", default=None, choices=DTYPES, help="of the weights (default: as in the model the run started from)"
+    )
     export.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder to write, new or empty")
     return parser
 
@@ -116,7 +120,7 @@ def _recipes(_: argparse.Namespace) -> None:
 def _export(arguments: argparse.Namespace) -> None:
     from drivetrain_launcher.export import export_run
 
-    export_run(arguments.run, arguments.out)
+    export_run(arguments.run, arguments.out, arguments.dtype)
 
 
 def _report_unexpected(error: Exception, folder: Path | None) -> int:

@@ -7,9 +7,17 @@ from typing import Any
 from drivetrain_backend_api import TRAIN_BACKENDS, ConfigError, DataError, load_spec
 from drivetrain_infra.run_folder import RunFolder, resolve_checkpoint
 
+DTYPES = ("float32", "bfloat16", "float16")
+"""What a model can be exported in."""
 
-def export_run(run: Path, out: Path) -> None:
+
+def export_run(run: Path, out: Path, dtype: str | None = None) -> None:
     """Write `out` from the latest checkpoint of a run (or from the checkpoint that `run` is).
+
+    Args:
+        run: folder of the run, or of one of its checkpoints.
+        out: new or empty folder.
+        dtype: one of `DTYPES`; None takes that of the model the run started from.
 
     Raises:
         DataError: the run or its checkpoint is not whole.
@@ -20,7 +28,10 @@ def export_run(run: Path, out: Path) -> None:
     checkpoint = resolve_checkpoint(run)
     config = _saved_config(RunFolder(checkpoint.parent).config)
     spec = load_spec(TRAIN_BACKENDS, config["train-backend"])
-    spec.load_export_checkpoint()(checkpoint, Path(config["hf-checkpoint"]), out)
+    import torch
+
+    chosen = None if dtype is None else getattr(torch, dtype)
+    spec.load_export_checkpoint()(checkpoint, Path(config["hf-checkpoint"]), out, chosen)
     print(f"exported {checkpoint} to {out}")
 
 

@@ -100,7 +100,7 @@ class Display:
     def summary(self) -> Table:
         """Return the table shown at the end."""
         table = Table(title="Summary", show_header=False)
-        table.add_row("rollouts", f"{self._start} to {self._stop}")
+        table.add_row("rollouts", f"{self._stop - self._start} ({self._start} to {self._stop - 1})")
         table.add_row("time", f"{time.monotonic() - self._began:.0f} s")
         if self._rewards:
             table.add_row("rollout/reward, first -> last", f"{self._rewards[0]:.3f} -> {self._rewards[-1]:.3f}")
