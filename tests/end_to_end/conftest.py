@@ -24,7 +24,7 @@ Command = Callable[..., Finished]
 """drivetrain(*words, folder=..., seconds=..., joins_ray=...)."""
 
 
-def run_drivetrain(*words: str, folder: Path, seconds: float = 240, joins_ray: bool = False) -> Finished:
+def run_drivetrain(*words: str, folder: Path, seconds: float = 400, joins_ray: bool = False) -> Finished:
     """Run `drivetrain` in a folder; it is killed, and the test fails, at the deadline.
 
     With `joins_ray` it inherits the variables that let it join a Ray cluster of the test.

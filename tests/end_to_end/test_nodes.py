@@ -9,10 +9,9 @@ import pytest
 
 from drivetrain_infra.ray_runtime import local_cluster, ray_session
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.mark.timeout(400)
 def test_train_ranks_spread_over_the_nodes_of_a_cluster(
     drivetrain: Callable[..., Any], sums: Path, train_words: Callable[..., list[str]], tmp_path: Path
 ) -> None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+pytestmark = pytest.mark.timeout(900)
+
 ROLLOUTS = 3
 
 

@@ -19,7 +19,7 @@ class PlacementConfig(OptionGroup):
     ray_address: str | None = option(None, help="address of a running Ray cluster (default: start one here)")
     placement_timeout: float = option(120.0, help="seconds to wait for the cluster to place all processes", above=0)
 
-    engine_start_timeout: float = option(600.0, help="seconds for all rollout engines to load their model", above=0)
+    start_timeout: float = option(600.0, help="seconds for train workers and rollout engines to start", above=0)
 
     @property
     def train_world_size(self) -> int:

@@ -280,9 +280,9 @@ def _initialised(arguments: Mapping[str, Any], doing: str) -> Iterator[str]:
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(logging_level=logging.ERROR, **arguments)
-    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+    except Exception as error:  # Ray raises bare exceptions too, for example when a node is slow to start
         ray.shutdown()
-        raise DrivetrainError(f"could not {doing}: {error}") from error
+        raise DrivetrainError(f"could not {doing}: {error}; is the machine overloaded or out of memory?") from error
     try:
         # Ray takes SIGTERM for itself; the handler that was there is the one that knows how to stop
         if threading.current_thread() is threading.main_thread():

@@ -63,7 +63,7 @@ def start_resources(stage: "PreparedStage") -> Iterator[Resources]:
         stack.callback(placement.remove)
         workers = [_start_worker(config, slot, stack) for slot in placement.train]
         engines = _start_engines(config, placement.engines, stack)
-        trainer = setup_train_group(workers, seconds=config.placement.placement_timeout)
+        trainer = setup_train_group(workers, seconds=config.placement.start_timeout)
         if stage.reward is None:
             yield Resources(trainer=trainer, generator=None, weights=None)
             return
@@ -136,7 +136,7 @@ def _start_engines(config: DrivetrainConfig, slots: Sequence[Slot], stack: ExitS
         slots,
         environment=engine_environment(config),
         num_threads=config.placement.cpu_threads_per_rank,
-        seconds=config.placement.engine_start_timeout,
+        seconds=config.placement.start_timeout,
     )
     for one in engines:
         stack.callback(ray.kill, one.actor)

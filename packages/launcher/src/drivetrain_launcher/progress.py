@@ -100,6 +100,8 @@ class Display:
     def summary(self) -> Table:
         """Return the table shown at the end."""
         table = Table(title="Summary", show_header=False)
+        table.add_column()
+        table.add_column(overflow="fold")
         table.add_row("rollouts", f"{self._stop - self._start} ({self._start} to {self._stop - 1})")
         table.add_row("time", f"{time.monotonic() - self._began:.0f} s")
         if self._rewards:
