@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from drivetrain_infra.ray_runtime import local_cluster, ray_session
+from drivetrain_infra.ray_runtime import ray_session
+from drivetrain_infra.testing import local_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -183,3 +183,21 @@ def test_the_disk_transport_and_custom_generation_train_too(
     # tool tokens are masked, so the engine's log-probs agree on all that counts
     assert all(row["train/train_rollout_logprob_abs_diff"] < 1e-4 for row in rows)
     assert all(row["train/loss_tokens"] < 16 * (row["rollout/response_length"] - 2) for row in rows)
+
+
+@pytest.mark.slow
+def test_a_reference_and_importance_weights_train_too(
+    drivetrain: Command, folder: Path, sums: Path, train_words: Callable[..., list[str]]
+) -> None:
+    words = train_words(
+        *("--num-rollout", "2", "--save", "KL", "--reward", "my_rewards:odd_digits", "--lr", "1e-2"),
+        *("--use-kl-loss", "--kl-loss-coef", "0.1", "--ref-load", str(sums / "model"), "--use-tis"),
+        *("--entropy-coef", "0.01", "--global-batch-size", "8", "--actor-num-gpus-per-node", "2"),
+    )
+    finished = drivetrain(*words, folder=folder)
+    assert finished.code == 0, finished.output
+    rows = [json.loads(line) for line in (folder / "KL" / "metrics.jsonl").read_text().splitlines()]
+    # the first of the two steps is taken from the reference's own weights, every later one is not
+    assert rows[1]["train/kl_loss"] > 10 * rows[0]["train/kl_loss"] > 0
+    # the engine computes what the trainer does, so that nothing is corrected
+    assert all(row["train/tis"] == pytest.approx(1.0, abs=1e-3) for row in rows)

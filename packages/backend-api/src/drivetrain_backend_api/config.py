@@ -183,13 +183,12 @@ class TrainConfig(OptionGroup):
     # precision
     bf16: bool = option(False, help="compute in bfloat16 with fp32 master weights (the default where there are GPUs)")
     fp16: bool = option(False, help="compute in float16 with fp32 master weights and a loss scaler")
-    fp32: bool = option(False, help="compute in float32 (the default of a run on CPUs)")
+    fp32: bool = option(False, help="compute in float32 (the default on a machine without a GPU)")
     initial_loss_scale: float = option(2.0**16, help="first loss scale under --fp16", above=0)
     min_loss_scale: float = option(1.0, help="smallest loss scale under --fp16", above=0)
     loss_scale_window: int = option(1000, help="steps without overflow before the loss scale doubles", minimum=1)
 
     # optimizer
-    optimizer: str = option("adam", help="optimizer; adam is AdamW with decoupled weight decay", choices=("adam",))
     lr: float = option(1e-6, help="peak learning rate", minimum=0)
     min_lr: float = option(0.0, help="learning rate at the end of the decay", minimum=0)
     lr_decay_style: str = option(
@@ -217,7 +216,7 @@ class TrainConfig(OptionGroup):
     rollout_temperature: float = option(
         1.0, help="sampling temperature, also that of the trainer's log-probs; 0 samples greedily", minimum=0
     )
-    seed: int = option(1234, help="seed of model initialisation, dropout and sampling", minimum=0)
+    seed: int = option(1234, help="seed of prompt order, sampling and the trainer's random state", minimum=0)
 
     # distributed
     distributed_timeout_minutes: float = option(10.0, help="deadline of one collective, in minutes", above=0)

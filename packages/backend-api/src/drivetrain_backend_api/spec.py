@@ -35,7 +35,7 @@ class ProbeResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a train backend claims, as data. The conformance suite judges every claim.
+    """What a train backend claims, as data.
 
     Attributes:
         parallelism: the kinds of parallelism, of "dp", "tp", "sp", "pp", "cp", "ep".

@@ -3,6 +3,7 @@
 They drive anything that has the few attributes they use, and are shared by all backends.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
@@ -20,6 +21,8 @@ from drivetrain_backend_api.reductions import gather_packed, reduce_metrics, sum
 
 if TYPE_CHECKING:
     from drivetrain_backend_api.backend import StepFn, StepOutcome
+
+_LOG = logging.getLogger(__name__)
 
 
 class ForwardBackward(Protocol):
@@ -144,6 +147,8 @@ def train_step(
     results = backend.forward_backward(micro_batches, step_fn)
     metrics = reduce_metrics(results, groups=groups, layout=backend.parallel)
     outcome = backend.optimizer_step()
+    if outcome.skipped and backend.parallel.rank == 0:
+        _LOG.warning("optimizer step skipped: %s", outcome.reason)
     return {
         **metrics,
         "grad_norm": outcome.grad_norm,

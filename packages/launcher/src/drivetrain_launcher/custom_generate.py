@@ -52,7 +52,16 @@ class Engine:
         self.sampling = sampling
 
     async def generate(self, prompt_ids: Sequence[int], sampling: SamplingParams | None = None) -> Generation:
-        """Continue a sequence of token ids, with the run's sampling parameters unless others are given."""
+        """Continue a sequence of token ids, with the run's sampling parameters unless others are given.
+
+        Raises:
+            DataError: another temperature than the run's, under which the trainer computes its log-probs.
+        """
+        if sampling is not None and sampling.temperature != self.sampling.temperature:
+            raise DataError(
+                f"a custom generate function asked for temperature {sampling.temperature:g}, but the trainer computes "
+                f"log-probs at {self.sampling.temperature:g}; set --rollout-temperature instead"
+            )
         request = GenerateRequest(
             prompt_ids=tuple(prompt_ids), sampling=sampling or self.sampling, seed=(*self._seed, _TURN, self._turn)
         )

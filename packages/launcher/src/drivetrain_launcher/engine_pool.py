@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from drivetrain_infra.calls import gather
 from drivetrain_infra.engines.actor import EngineHandle
 from drivetrain_infra.engines.base import GenerateRequest, Generation
-from drivetrain_launcher.remote import gather
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +33,11 @@ class EnginePool:
             for place, engine in enumerate(self.engines)
             if cuts[place] < cuts[place + 1]
         }
-        results = gather(calls, what="generating", seconds=self.seconds)
+        results = gather(calls, what="generating", seconds=self.seconds, flag="--rollout-timeout")
         return [generation for name in calls for generation in results[name]]
 
     def weight_version(self) -> int:
         """Return the weight version that all engines serve."""
         calls = {one.name: one.actor.weight_version.remote() for one in self.engines}
-        versions: list[int] = list(gather(calls, what="asking for the weight version", seconds=self.seconds).values())
-        return min(versions)
+        versions = gather(calls, what="asking for the weight version", seconds=self.seconds, flag="--rollout-timeout")
+        return int(min(versions.values()))

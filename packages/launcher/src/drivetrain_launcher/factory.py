@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import ray
 import torch
 
-from drivetrain_backend_api import merge_environments
+from drivetrain_backend_api import DrivetrainError, merge_environments
 from drivetrain_backend_api.parallel import Role
 from drivetrain_infra.config import PlacementConfig
 from drivetrain_infra.engines.actor import EngineHandle, launch_engines
 from drivetrain_infra.engines.base import EngineSettings
-from drivetrain_infra.placement import Slot, create_placement_groups, logical_cpus
+from drivetrain_infra.placement import Placement, Slot, create_placement_groups, logical_cpus
 from drivetrain_infra.ray_runtime import ray_session
 from drivetrain_infra.weight_sync.session import WeightSession
 from drivetrain_launcher.config import DrivetrainConfig
@@ -30,6 +30,9 @@ from drivetrain_launcher.worker import TrainWorker, WorkerSettings
 
 if TYPE_CHECKING:
     from drivetrain_launcher.run import PreparedStage
+
+_CLOSE_SECONDS = 30.0
+"""How long train workers may take to end by themselves before they are killed."""
 
 _ENGINE_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -61,23 +64,33 @@ def start_resources(stage: "PreparedStage") -> Iterator[Resources]:
     with ExitStack() as stack:
         placement = create_placement_groups(config.placement, num_engines=None if stage.reward else 0)
         stack.callback(placement.remove)
+        _check_devices(config, placement)
         workers = [_start_worker(config, slot, stack) for slot in placement.train]
         engines = _start_engines(config, placement.engines, stack)
         trainer = setup_train_group(workers, seconds=config.placement.start_timeout)
-        if stage.reward is None:
-            yield Resources(trainer=trainer, generator=None, weights=None)
-            return
-        yield Resources(
-            trainer=trainer,
-            generator=_generator(stage, engines, stage.reward),
-            weights=WeightSession(
+        generator = weights = None
+        if stage.reward is not None:
+            generator = _generator(stage, engines, stage.reward)
+            weights = WeightSession(
                 workers,
                 engines,
                 config.weight_sync,
                 dtype=_ENGINE_DTYPE[config.train.precision],
                 folder=stage.folder.root / "weights",
-            ),
-        )
+            )
+        yield Resources(trainer=trainer, generator=generator, weights=weights)
+        # ends the process groups on all ranks together; killing the processes one by one would look like a failure
+        ray.wait([one.close.remote() for one in workers], num_returns=len(workers), timeout=_CLOSE_SECONDS)
+
+
+def _check_devices(config: DrivetrainConfig, placement: Placement) -> None:
+    """Refuse devices that the train backend or the engine does not claim to run on."""
+    for slots, what, devices in (
+        (placement.train, f"train backend {config.backend.name}", config.backend.capabilities.devices),
+        (placement.engines, f"rollout engine {config.engine.name}", config.engine.devices),
+    ):
+        for device in sorted({slot.device.partition(":")[0] for slot in slots} - set(devices)):
+            raise DrivetrainError(f"{what} runs on {', '.join(devices)}, but the cluster places it on {device}")
 
 
 def worker_environment(config: DrivetrainConfig) -> dict[str, str]:

@@ -7,14 +7,18 @@ import json
 import os
 import struct
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain_backend_api import ConfigError
 from drivetrain_launcher.arguments import unavailable
 from drivetrain_launcher.config import DataConfig, DrivetrainConfig
+from drivetrain_launcher.data import Prompt, sft_samples
 from drivetrain_launcher.rewards import load_reward
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
@@ -27,6 +31,7 @@ def preflight(config: DrivetrainConfig) -> None:
     """
     findings = unavailable(config.backend, config.engine, config.algorithm)
     findings += _plugin_findings(config)
+    findings += _capability_findings(config)
     findings += _model_findings(config)
     findings += _data_findings(config)
     findings += _batch_findings(config)
@@ -186,6 +191,54 @@ def _length_findings(config: DrivetrainConfig) -> list[str]:
         for flag, length in lengths.items()
         if length + (prompt or 1) > limit
     ]
+
+
+def check_lengths(config: DrivetrainConfig, prompts: Sequence[Prompt], tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Compare the longest sample that can come of each prompt with the model's positions and the micro-batch's room.
+
+    Raises:
+        ConfigError: names the longest prompt.
+    """
+    if config.rollout.custom_generate is not None:
+        return  # nobody knows how long its samples become
+    if config.algorithm.generates:
+        longest = max(prompts, key=lambda one: len(one.prompt_ids))
+        response, what = config.rollout.rollout_max_response_len, "--rollout-max-response-len"
+    else:
+        samples = [(len(response), one) for one, (_, response) in zip(prompts, sft_samples(prompts, tokenizer))]
+        response, longest = max(samples, key=lambda pair: pair[0] + len(pair[1].prompt_ids))
+        what = "a label"
+    length = len(longest.prompt_ids) + response
+    beginning = f"{longest.source}: a prompt of {len(longest.prompt_ids)} tokens and {what} of {response} make {length}"
+    findings = []
+    room = config.train.max_tokens_per_gpu
+    if room is not None and length > room:
+        findings.append(f"{beginning}, more than --max-tokens-per-gpu {room}; raise it, or shorten them")
+    positions = _read_table(Path(config.train.hf_checkpoint) / "config.json").get("max_position_embeddings")
+    if isinstance(positions, int) and length > positions:
+        findings.append(
+            f"{beginning}, more than the {positions} positions of {config.train.hf_checkpoint}; "
+            "lower --rollout-max-prompt-len or the response"
+        )
+    if findings:
+        raise ConfigError("\n".join(findings))
+
+
+def _capability_findings(config: DrivetrainConfig) -> list[str]:
+    """Hold what is asked for against what the train backend claims."""
+    backend, train = config.backend, config.train
+    claimed = backend.capabilities
+    findings = []
+    if train.precision not in claimed.precisions:
+        findings.append(
+            f"--train-backend {backend.name} does not compute in {train.precision}; "
+            f"give {' or '.join('--' + one for one in claimed.precisions)}"
+        )
+    if train.ref_load is not None and not claimed.reference:
+        findings.append(f"--ref-load: --train-backend {backend.name} keeps no reference; use another backend")
+    if train.opd_teacher_load is not None and not claimed.teacher:
+        findings.append(f"--opd-teacher-load: --train-backend {backend.name} keeps no teacher; use another backend")
+    return findings
 
 
 # -- prompt files ------------------------------------------------------------------------------------------------------

@@ -76,6 +76,11 @@ class Display:
             self._rewards.append(metrics["rollout/reward"])
         self._tokens_per_second.append(metrics["perf/tokens_per_second"])
         self._last_loss = metrics.get("train/loss")
+        if skipped := int(metrics["train/skipped_steps"]):
+            self._console.print(
+                f"rollout {rollout_id + 1}: {skipped} optimizer steps skipped, their gradients were not finite; "
+                "lower --lr if it goes on"
+            )
         self._progress.update(self._task, advance=1, line="  ".join(parts))
         now, ended = time.monotonic(), rollout_id + 1 == self._stop
         if not self._console.is_terminal and (ended or now - self._last_line >= _SECONDS_BETWEEN_LINES):

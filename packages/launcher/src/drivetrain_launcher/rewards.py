@@ -263,7 +263,10 @@ _BUILT_IN = {
 def _finite(value: Any) -> float | None:
     if not isinstance(value, SupportsFloat):
         return None
-    number = float(value)
+    try:
+        number = float(value)
+    except (OverflowError, ValueError, TypeError, RuntimeError):  # too large, or a tensor of several elements
+        return None
     return number if math.isfinite(number) else None
 
 

@@ -4,6 +4,7 @@ Each sample's random stream is seeded from (seed, rollout id, sample index), and
 the prompt list alone, so that a rollout on a CPU is the same bit for bit whenever it is made again.
 """
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from drivetrain_backend_api import DataError
+from drivetrain_backend_api import DataError, DrivetrainError
 from drivetrain_backend_api.batch import RolloutBatch, SampleStatus, from_samples
 from drivetrain_infra.engines.base import FinishReason, GenerateRequest, Generation, SamplingParams
 from drivetrain_launcher.custom_generate import CustomGenerate, CustomResponse, run_custom_generate
@@ -83,7 +84,7 @@ class Generator:
         seeds = [(self.seed, rollout_id, index, *purpose) for index in range(len(samples))]
         responses, versions = self._responses(samples, sampling, seeds)
         seconds = time.monotonic() - began
-        rewards = [self._reward(index, *pair) for index, pair in enumerate(zip(samples, responses, strict=True))]
+        rewards = self._rewards(samples, responses, began)
         batch = from_samples(
             [prompt.prompt_ids for prompt in samples],
             [response.token_ids for response in responses],
@@ -139,6 +140,34 @@ class Generator:
             for one in generations
         ]
         return responses, [one.weight_version for one in generations]
+
+    def _rewards(self, samples: Sequence[Prompt], responses: Sequence[CustomResponse], began: float) -> list[float]:
+        """Compute all rewards within what is left of the rollout's deadline.
+
+        They run in a daemon thread: a user's function that never returns can neither be ended nor waited for.
+        """
+        rewards: list[float] = []
+        errors: list[BaseException] = []
+
+        def compute() -> None:
+            try:
+                for index, pair in enumerate(zip(samples, responses, strict=True)):
+                    rewards.append(self._reward(index, *pair))
+            except BaseException as error:  # raised again by the caller
+                errors.append(error)
+
+        thread = threading.Thread(target=compute, name="rewards", daemon=True)
+        thread.start()
+        thread.join(max(0.0, began + self.seconds - time.monotonic()))
+        if thread.is_alive():
+            late = len(rewards)
+            raise DrivetrainError(
+                f"--reward {self.reward.name} did not return for sample {late} ({samples[late].source}) within "
+                f"--rollout-timeout {self.seconds:g} s of the rollout's start; repair it, or raise the timeout"
+            )
+        if errors:
+            raise errors[0]
+        return rewards
 
     def _reward(self, index: int, prompt: Prompt, response: CustomResponse) -> float:
         text = self.tokenizer.decode(list(response.token_ids), skip_special_tokens=True)

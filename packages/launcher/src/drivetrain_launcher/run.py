@@ -15,7 +15,7 @@ from drivetrain_infra.run_folder import RunFolder, resolve_checkpoint
 from drivetrain_infra.tracking.base import Tracker, Trackers
 from drivetrain_infra.tracking.jsonl import JsonlTracker
 from drivetrain_launcher.config import DrivetrainConfig
-from drivetrain_launcher.preflight import preflight
+from drivetrain_launcher.preflight import check_lengths, preflight
 from drivetrain_launcher.recipes import arithmetic
 from drivetrain_launcher.rewards import Reward, load_reward
 from drivetrain_launcher.sources import Request, Stage, build_config, config_values
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 _MAKERS = {"arithmetic": arithmetic}
 """What a recipe's `make` may name."""
+
+_WARMUP = "warmup"
+"""Folder of the warm-up stage inside the run's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +66,10 @@ def run_train(request: Request) -> int:
     console = Console(soft_wrap=True)
     folder = RunFolder(request.save.absolute())
     folder.refuse_if_used()
+    if request.warmup is not None and (folder.root / _WARMUP).exists():
+        raise ConfigError(
+            f"--save {folder.root}: holds a run that was interrupted; choose another folder, or remove it"
+        )
     stages = prepare(request, folder, console)
 
     from drivetrain_launcher.factory import start_cluster
@@ -89,10 +96,10 @@ def prepare(request: Request, folder: RunFolder, console: Console) -> list[Prepa
         maker.make(made, config.train.seed)
     if request.warmup is None:
         return [prepare_stage(config, folder, console, title=config.algorithm.name)]
-    first = RunFolder(folder.root / "warmup")
+    first = RunFolder(folder.root / _WARMUP)
     first_values = {**values, **maker.warmup_options(made)} if maker else {}
     warmup = build_config(request, stage=Stage.WARMUP, made=first_values, overrides={"save": str(first.root)})
-    warmed_up = {"hf_checkpoint": str(folder.root / "warmup_model")}
+    warmed_up = {"hf_checkpoint": str(folder.root / f"{_WARMUP}_model")}
     return [
         prepare_stage(warmup, first, console, title="warm-up"),
         prepare_stage(
@@ -137,6 +144,7 @@ def prepare_stage(
     if config.algorithm.generates or held_out:
         reward = load_reward(config.rollout.reward, key=config.rollout.reward_key)
         reward.check_labels([*(dataset.prompts if config.algorithm.generates else ()), *held_out])
+    check_lengths(config, dataset.prompts, tokenizer)
     stop = _num_rollouts(config, len(dataset))
     config = _resolved(_absolute(start_from or config), stop)
     if _computes_in_fp32_by_default(config):
@@ -267,5 +275,10 @@ def _resolved(config: DrivetrainConfig, num_rollouts: int) -> DrivetrainConfig:
     if train.lr_decay_style != "constant" and train.lr_decay_iters is None:
         samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
         steps = num_rollouts * samples // (train.global_batch_size or samples)
+        if steps <= train.lr_warmup_iters:
+            raise ConfigError(
+                f"--lr-decay-style {train.lr_decay_style}: the run has {steps} optimizer steps, no more than its "
+                f"--lr-warmup-iters {train.lr_warmup_iters}; lower the warm-up or raise --num-rollout"
+            )
         train = dataclasses.replace(train, lr_decay_iters=steps)
     return dataclasses.replace(config, train=train)

@@ -9,8 +9,8 @@ import ray
 
 from drivetrain_backend_api import DrivetrainError
 from drivetrain_backend_api.packing import Batching, RolloutShard
+from drivetrain_infra.calls import gather
 from drivetrain_infra.process_groups import ProcessGroupManager
-from drivetrain_launcher.remote import gather
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,12 @@ def setup_train_group(workers: Sequence[Any], *, seconds: float) -> TrainGroup:
         DrivetrainError: a rank failed, or the ranks disagree on the next rollout id.
     """
     names = [f"train rank {rank}" for rank in range(len(workers))]
-    opened = gather({names[0]: workers[0].open_rendezvous.remote()}, what="starting the train workers", seconds=seconds)
+    opened = gather(
+        {names[0]: workers[0].open_rendezvous.remote()},
+        what="starting the train workers",
+        seconds=seconds,
+        flag="--start-timeout",
+    )
     host, port = opened[names[0]]
     results = gather(
         {name: worker.setup.remote(host, port) for name, worker in zip(names, workers, strict=True)},

@@ -50,6 +50,8 @@ def validate(config: "DrivetrainConfig") -> list[str]:
         found.append("--use-kl-loss needs a reference; give --ref-load DIR")
     if config.train.ref_load is not None and not options.use_kl_loss:
         found.append("--ref-load acts only with --use-kl-loss; give both or neither")
+    if config.train.opd_teacher_load is not None:
+        found.append("--opd-teacher-load: --algorithm grpo uses no teacher; leave it out")
     if config.rollout.n_samples_per_prompt < 2:
         found.append(
             f"--n-samples-per-prompt {config.rollout.n_samples_per_prompt}: grpo compares the samples of a prompt with "

@@ -28,6 +28,8 @@ def validate(config: "DrivetrainConfig") -> list[str]:
         found.append("--custom-generate: --algorithm sft generates nothing; leave it out")
     if config.train.ref_load is not None:
         found.append("--ref-load: --algorithm sft uses no reference; leave it out")
+    if config.train.opd_teacher_load is not None:
+        found.append("--opd-teacher-load: --algorithm sft uses no teacher; leave it out")
     if config.train.log_probs_temperature != 1.0:
         found.append(
             f"--rollout-temperature {config.train.rollout_temperature:g} would also scale the logits that "
