@@ -144,3 +144,12 @@ def test_only_async_functions_are_taken(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="must be an `async def"):
         load_custom_generate("generate_sync:function")
+
+
+def test_another_temperature_than_the_trainers_is_refused() -> None:
+    async def hotter(prompt: Prompt, engine: Engine, tokenizer: object) -> CustomResponse:
+        await engine.generate(prompt.prompt_ids, SamplingParams(temperature=2.0))
+        raise AssertionError
+
+    with pytest.raises(DataError, match="set --rollout-temperature instead"):
+        run(hotter, CountingEngine())

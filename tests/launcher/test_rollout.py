@@ -1,5 +1,6 @@
 """Rollouts with the real engine in this process: seeds, alignment of columns, rewards and metrics."""
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from drivetrain_backend_api import DataError, load_implementation, load_spec
+from drivetrain_backend_api import DataError, DrivetrainError, load_implementation, load_spec
 from drivetrain_backend_api.batch import SampleStatus
 from drivetrain_infra.engines.base import ROLLOUT_ENGINES, EngineSettings, GenerateRequest, Generation, SamplingParams
 from drivetrain_launcher.config import DataConfig
 from drivetrain_launcher.data import Prompt, PromptDataset
 from drivetrain_launcher.recipes import arithmetic
-from drivetrain_launcher.rewards import Reward, load_reward
+from drivetrain_launcher.rewards import Reward, RewardInput, load_reward
 from drivetrain_launcher.rollout import Generator, labelled_rollout
 
 SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=5)
@@ -127,3 +128,14 @@ def test_labelled_rollouts_count_every_response_token() -> None:
     batch = labelled_rollout([((1, 2), (3,)), ((4,), (5, 6, 7))]).batch
     assert batch.response_lengths.tolist() == [1, 3]
     assert batch.per_token["loss_mask"].tolist() == [1.0] * 4
+
+
+def test_a_reward_that_never_returns_is_named_at_the_deadline(generator: Generator, prompts: Sequence[Prompt]) -> None:
+    def hangs(sample: RewardInput) -> float:
+        if sample.index == 3:
+            threading.Event().wait()
+        return 0.0
+
+    hanging = replace(generator, reward=Reward(name="my:hangs", function=hangs), seconds=5.0)
+    with pytest.raises(DrivetrainError, match="--reward my:hangs did not return for sample 3"):
+        hanging.generate(0, prompts, samples_per_prompt=2, sampling=SAMPLING)

@@ -1,0 +1,71 @@
+"""Shipped recipes: what they make, and that ordinary flags of the main stage do not trip the warm-up."""
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from drivetrain_backend_api import ConfigError
+from drivetrain_infra.run_folder import RunFolder
+from drivetrain_launcher.recipes import arithmetic
+from drivetrain_launcher.run import prepare
+from drivetrain_launcher.sources import Stage, build_config, read_request
+
+GENERATE = "async def alone(prompt, engine, tokenizer):\n    ...\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--rollout-temperature", "0.8"],
+        ["--custom-generate", "my_generate:alone"],
+        ["--num-rollout", "none", "--num-epoch", "2"],
+        ["--global-batch-size", "512"],
+        ["--actor-num-gpus-per-node", "2", "--no-fp32", "--bf16"],
+    ],
+)
+def test_the_quickstart_takes_flags_of_its_main_stage(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_generate.py").write_text(GENERATE)
+    monkeypatch.chdir(tmp_path)
+    request = read_request(["--recipe", "quickstart", *words], {})
+    warmup, main = prepare(request, RunFolder(request.save.absolute()), Console(quiet=True))
+    assert (warmup.config.algorithm.name, main.config.algorithm.name) == ("sft", "grpo")
+    assert Path(warmup.config.train.hf_checkpoint).name == "model"
+    assert Path(main.config.train.hf_checkpoint).name == "warmup_model"
+
+
+def test_an_interrupted_quickstart_is_refused_by_the_name_that_the_user_gave(tmp_path: Path) -> None:
+    request = read_request(["--recipe", "quickstart", "--save", str(tmp_path / "run")], {})
+    (tmp_path / "run" / "warmup").mkdir(parents=True)
+    from drivetrain_launcher.run import run_train
+
+    with pytest.raises(ConfigError, match=f"--save {tmp_path / 'run'}: holds a run that was interrupted"):
+        run_train(request)
+
+
+def test_held_out_sums_are_in_no_training_file(tmp_path: Path) -> None:
+    arithmetic.make(tmp_path, seed=7)
+    asked = {
+        name: {json.loads(line)["question"] for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()}
+        for name in ("warmup", "train", "held_out")
+    }
+    assert len(asked["held_out"]) == arithmetic.HELD_OUT
+    assert not asked["held_out"] & (asked["warmup"] | asked["train"])
+
+
+def test_the_same_seed_makes_the_same_model_and_sums(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        arithmetic.make(tmp_path / name, seed=7)
+    files = [path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*") if path.is_file()]
+    assert files
+    for path in files:
+        assert (tmp_path / "one" / path).read_bytes() == (tmp_path / "other" / path).read_bytes()
+
+
+def test_the_warm_up_keeps_what_the_user_chose_for_both(tmp_path: Path) -> None:
+    request = read_request(["--recipe", "quickstart", "--seed", "11", "--save", str(tmp_path)], {})
+    made = arithmetic.options(tmp_path)
+    assert build_config(request, stage=Stage.WARMUP, made=made).train.seed == 11
