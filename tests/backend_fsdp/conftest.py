@@ -73,7 +73,7 @@ def on_ranks(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
                 "broken_model": str(broken),
             }
             results = launch(ranks, "everything", arguments, root / "run", deadline=280)
-            launched[ranks] = {"results": results, "checkpoint": root / "checkpoint"}
+            launched[ranks] = {"results": results, "checkpoint": root / "checkpoint", "run": root / "run"}
         return launched[ranks]
 
     return run

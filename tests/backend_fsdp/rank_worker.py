@@ -29,6 +29,7 @@ def everything(arguments: Any, folder: Path, rank: int, ranks: int) -> Any:
         "parity": parity(arguments["cases"], rank, ranks),
         "checkpoint": checkpoint(arguments["model"], Path(arguments["checkpoint"]), rank, ranks),
         "refusal": refusal(arguments["broken_model"], rank, ranks),
+        "unshared_save": unshared_save(arguments["model"], folder, rank, ranks),
     }
 
 
@@ -84,6 +85,20 @@ def refusal(model: str, rank: int, ranks: int) -> str:
             backend.setup()
     except DrivetrainError as error:
         return str(error)
+    return ""
+
+
+def unshared_save(model: str, folder: Path, rank: int, ranks: int) -> str:
+    """What a rank says of a save into a folder that the last rank does not see, as on a node with a disk of its own."""
+    target = folder / ("own_disk" if rank == ranks - 1 else "shared_disk") / "step_1"
+    if rank == 0:
+        target.mkdir(parents=True)
+    with backend_of(config_of(model), rank, ranks) as backend:
+        backend.setup()
+        try:
+            backend.save_checkpoint(target)
+        except DrivetrainError as error:
+            return str(error)
     return ""
 
 

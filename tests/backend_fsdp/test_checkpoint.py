@@ -1,5 +1,6 @@
 """Checkpoints: bitwise under the same layout, exact under another, exported to Hugging Face, and never trusted."""
 
+import dataclasses
 import json
 import pickle
 import shutil
@@ -20,11 +21,13 @@ from fsdp_testing import (
     one_rank,
     train_here,
 )
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from drivetrain_backend_api import TRAIN_BACKENDS, load_spec
 from drivetrain_backend_api.errors import DataError
-from drivetrain_backend_fsdp.checkpoint import export_checkpoint, read_metadata
+from drivetrain_backend_fsdp.checkpoint import export_checkpoint, read_metadata, save_checkpoint
+from drivetrain_backend_fsdp.optimizer import LossScaler
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +66,17 @@ def test_two_ranks_resume_bitwise(on_ranks: Callable[[int], Any]) -> None:
         assert_same(one["loaded"], one["saved"])
         assert one["found_metrics"] == one["expected_metrics"]
         assert_same(one["found"], one["expected"])
+
+
+def test_a_save_into_a_folder_that_some_rank_does_not_see_writes_nothing(on_ranks: Callable[[int], Any]) -> None:
+    launched = on_ranks(2)
+    said = {one["unshared_save"] for one in launched["results"]}
+    assert len(said) == 1
+    (message,) = said
+    assert message.startswith(f"rank 1 does not see the checkpoint folder {launched['run'] / 'own_disk' / 'step_1'}")
+    assert "--save must be a folder on a file system that all nodes share" in message
+    assert list((launched["run"] / "shared_disk" / "step_1").iterdir()) == []
+    assert not (launched["run"] / "own_disk").exists()
 
 
 def check_resharding(launched: Any, model: str) -> None:
@@ -104,6 +118,63 @@ def test_an_export_in_another_dtype_says_so_in_its_config(saved: Any, models: di
     export_checkpoint(saved["folder"], Path(models["qwen3-tied"]), tmp_path / "out", torch.bfloat16)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert_same(model_weights(model), {name: one.bfloat16() for name, one in saved["before"].items()})
+
+
+def test_a_bf16_model_that_stores_its_embedding_as_the_head_exports_in_bf16(tmp_path: Path) -> None:
+    source = Path(make_model(tmp_path / "model", "qwen3", tied=True, dtype="bfloat16"))
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "checkpoint").mkdir()
+    with one_rank(config_of(str(source), lr=1e-5)) as backend:
+        train_here(backend, make_rollout(8))
+        backend.save_checkpoint(tmp_path / "checkpoint").finalize()
+        expected = {name: one.bfloat16() for name, one in exported(backend).items()}
+    export_checkpoint(tmp_path / "checkpoint", source, tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert {one.dtype for one in found.values()} == {torch.bfloat16}
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_integer_and_boolean_buffers_are_exported_as_they_are(
+    models: dict[str, str], tmp_path: Path, dtype: torch.dtype | None
+) -> None:
+    # The next integer after 2^24 is the first that float32 cannot hold.
+    buffers = {"model.seen": torch.tensor([2**24 + 1, -3]), "model.enabled": torch.tensor([True, False, True])}
+    (tmp_path / "checkpoint").mkdir()
+    with one_rank(config_of(models["qwen3"])) as backend:
+        backend.setup()
+        model = dataclasses.replace(backend._policy.model, weights={**backend._policy.model.weights, **buffers})
+        save_checkpoint(
+            tmp_path / "checkpoint",
+            model,
+            backend.optimizer,
+            LossScaler(backend.config),
+            next_rollout_id=0,
+            device=backend.device,
+            control=backend.groups.control,
+        )
+    export_checkpoint(tmp_path / "checkpoint", Path(models["qwen3"]), tmp_path / "out", dtype)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: found[name].dtype for name in buffers} == {name: one.dtype for name, one in buffers.items()}
+    assert_same({name: found[name] for name in buffers}, buffers)
+    assert {one.dtype for name, one in found.items() if name not in buffers} == {dtype or torch.float32}
+
+
+def test_an_export_that_cannot_tell_a_dtype_is_refused(saved: Any, models: dict[str, str], tmp_path: Path) -> None:
+    source = Path(shutil.copytree(models["qwen3-tied"], tmp_path / "model"))
+    tensors = load_file(source / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(DataError, match=r"no tensor 'model\.norm\.weight'.*--hf-checkpoint that training began with"):
+        export_checkpoint(saved["folder"], source, tmp_path / "out")
+    (source / "config.json").write_text('{"model_type": "unheard-of"}')
+    with pytest.raises(
+        DataError, match=r"(?s)does not tell the dtype of every weight.*unheard-of.*choose one dtype with --dtype"
+    ):
+        export_checkpoint(saved["folder"], source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_export_leaves_a_folder_in_use_alone(saved: Any, models: dict[str, str], tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import json
 import pickle
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from drivetrain_backend_api.errors import DataError, DrivetrainError
+from drivetrain_backend_fsdp.attention import PACKED_ATTENTION
+from drivetrain_backend_fsdp.causal_lm import build, tied_names
 from drivetrain_backend_fsdp.collectives import gathered, together
-from drivetrain_backend_fsdp.hf_checkpoint import TensorHeader, read_headers
-from drivetrain_backend_fsdp.model import ShardedModel
+from drivetrain_backend_fsdp.hf_checkpoint import TensorHeader, read_config, read_headers
+from drivetrain_backend_fsdp.model import ShardedModel, stored_name
 from drivetrain_backend_fsdp.optimizer import LossScaler, ShardedAdamW
 
 FORMAT = 1
@@ -98,13 +100,24 @@ def save_checkpoint(
 ) -> None:
     """Write everything that training needs to go on; collective, ends when all of it is written.
 
+    Args:
+        folder: exists and is empty, on a file system that all ranks share.
+
     Raises:
+        DataError: some rank does not see the folder; nothing was written.
         DrivetrainError: writing failed on some rank.
     """
     rank, ranks = model.mesh.get_rank(), model.mesh.size()
 
+    def look() -> None:
+        # Made here, it would lie on this node's own disk, and the checkpoint would lack its shards.
+        if not folder.is_dir():
+            raise DataError(
+                f"rank {rank} does not see the checkpoint folder {folder}; "
+                "--save must be a folder on a file system that all nodes share"
+            )
+
     def write_own() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         save_file(_random_state(device), _rng_file(folder, rank))
         if rank == 0:
             state = TrainerState(
@@ -117,6 +130,7 @@ def save_checkpoint(
             )
             (folder / _STATE).write_text(json.dumps(asdict(state), indent=2) + "\n")
 
+    together(look, control)
     together(write_own, control)
     try:
         save(
@@ -215,28 +229,29 @@ def export_checkpoint(folder: Path, hf_checkpoint: Path, out: Path, dtype: torch
         folder: written by `save_checkpoint`.
         hf_checkpoint: the model folder that training began with; its configuration and tokenizer are copied.
         out: must not exist, or be empty.
-        dtype: of floating-point weights; None takes those of `hf_checkpoint`.
+        dtype: of floating-point weights; None takes those of `hf_checkpoint`. Other tensors keep the checkpoint's.
 
     Raises:
-        DataError: a folder cannot be read, or `out` is in use.
+        DataError: a folder cannot be read, `out` is in use, or `hf_checkpoint` does not tell a weight's dtype.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"--out {out} exists already; give a folder that does not")
     read_state(folder)
     metadata = read_metadata(folder)
-    headers = read_headers(hf_checkpoint)
-    shapes = {
-        name.removeprefix(_MODEL_PREFIX): tuple(one.size)
+    stored = {
+        name.removeprefix(_MODEL_PREFIX): one
         for name, one in metadata.state_dict_metadata.items()
         if name.startswith(_MODEL_PREFIX) and isinstance(one, TensorStorageMetadata)
     }
-    dtypes = {name: _export_dtype(name, headers, dtype) for name in shapes}
+    floating = [name for name, one in stored.items() if one.properties.dtype.is_floating_point]
+    headers = read_headers(hf_checkpoint)
+    dtypes = dict.fromkeys(floating, dtype) if dtype else _folder_dtypes(floating, hf_checkpoint, headers)
     aside = out.parent / f".{out.name}.partial"
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir(parents=True)
         _copy_companions(hf_checkpoint, aside, dtype)
-        _write_safetensors(folder, aside, shapes, dtypes)
+        _write_safetensors(folder, aside, stored, dtypes)
         if out.exists():
             out.rmdir()
         aside.rename(out)
@@ -327,11 +342,35 @@ def _restore_random_state(path: Path, device: torch.device) -> None:
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
-def _export_dtype(name: str, headers: Mapping[str, TensorHeader], wanted: torch.dtype | None) -> torch.dtype | None:
-    header = headers.get(name)
-    if header is not None and not header.dtype.is_floating_point:
-        return None
-    return wanted or (header.dtype if header else None)
+def _folder_dtypes(
+    names: Sequence[str], hf_checkpoint: Path, headers: Mapping[str, TensorHeader]
+) -> dict[str, torch.dtype]:
+    """Return the dtype in which a model folder stores each weight, under whichever of its tied names."""
+    places = {name: name for name in names}
+    if any(name not in headers for name in names):
+        aliases = _aliases(hf_checkpoint)
+        places = {name: stored_name(name, headers, aliases) for name in names}
+    for name, place in places.items():
+        if place not in headers:
+            raise DataError(
+                f"{hf_checkpoint} has no tensor {name!r}, which the checkpoint holds; "
+                "give the --hf-checkpoint that training began with"
+            )
+    return {name: headers[place].dtype for name, place in places.items()}
+
+
+def _aliases(hf_checkpoint: Path) -> dict[str, str]:
+    """Ask the architecture which weights are tied; code inside the folder is not run."""
+    try:
+        config = read_config(hf_checkpoint, trust_remote_code=False)
+        with torch.device("meta"):
+            module = build(config, attention=PACKED_ATTENTION, dtype=torch.float32, trust_remote_code=False)
+    except DrivetrainError as error:
+        raise DataError(
+            f"{hf_checkpoint} does not tell the dtype of every weight, and which are tied is unknown: {error}; "
+            "choose one dtype with --dtype"
+        ) from error
+    return {source: alias for alias, source in tied_names(module).items()}
 
 
 def _copy_companions(hf_checkpoint: Path, aside: Path, dtype: torch.dtype | None) -> None:
@@ -348,13 +387,13 @@ def _copy_companions(hf_checkpoint: Path, aside: Path, dtype: torch.dtype | None
 
 
 def _write_safetensors(
-    folder: Path, aside: Path, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype | None]
+    folder: Path, aside: Path, stored: Mapping[str, TensorStorageMetadata], dtypes: Mapping[str, torch.dtype]
 ) -> None:
-    """Write the weights in files of bounded size, holding one of them at a time."""
+    """Write the weights in files of bounded size, holding one of them at a time; those not in `dtypes` as stored."""
     parts: list[list[str]] = [[]]
     size = 0
-    for name, shape in shapes.items():
-        nbytes = torch.Size(shape).numel() * 4
+    for name, one in stored.items():
+        nbytes = one.size.numel() * one.properties.dtype.itemsize
         if parts[-1] and size + nbytes > _EXPORT_SHARD_BYTES:
             parts.append([])
             size = 0
@@ -363,10 +402,14 @@ def _write_safetensors(
     weight_map, total = {}, 0
     for index, names in enumerate(parts, start=1):
         file = "model.safetensors" if len(parts) == 1 else f"model-{index:05d}-of-{len(parts):05d}.safetensors"
-        tensors = {f"{_MODEL_PREFIX}{name}": torch.empty(shapes[name]) for name in names}
+        tensors = {
+            f"{_MODEL_PREFIX}{name}": torch.empty(stored[name].size, dtype=stored[name].properties.dtype)
+            for name in names
+        }
         _load_alone(folder, tensors)
         cast = {
-            name: tensors[f"{_MODEL_PREFIX}{name}"].to(dtypes[name] or torch.float32).contiguous() for name in names
+            name: tensors[f"{_MODEL_PREFIX}{name}"].to(dtypes.get(name, stored[name].properties.dtype)).contiguous()
+            for name in names
         }
         save_file(cast, aside / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(names, file))

@@ -152,7 +152,7 @@ def stored_names(
     found: dict[str, str] = {}
     problems = []
     for name, weight in weights.items():
-        stored = name if name in headers else aliases.get(name, name)
+        stored = stored_name(name, headers, aliases)
         if stored not in headers:
             problems.append(f"tensor {name!r} is missing")
         elif headers[stored].shape != tuple(weight.shape):
@@ -171,6 +171,18 @@ def stored_names(
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
         raise DataError(f"{folder} does not fit its config.json: {shown}; copy the model again")
     return found
+
+
+def stored_name(name: str, headers: Mapping[str, TensorHeader], aliases: Mapping[str, str]) -> str:
+    """Return the name under which a folder stores a weight, itself where neither it nor its tied alias is there.
+
+    Args:
+        name: in the model.
+        headers: of the folder.
+        aliases: source of a tie -> its other name.
+    """
+    alias = aliases.get(name, name)
+    return alias if name not in headers and alias in headers else name
 
 
 def _ignored(module: PreTrainedModel) -> list[str]:
