@@ -219,7 +219,9 @@ class TrainConfig(OptionGroup):
     seed: int = option(1234, help="seed of prompt order, sampling and the trainer's random state", minimum=0)
 
     # distributed
-    distributed_timeout_minutes: float = option(10.0, help="deadline of one collective, in minutes", above=0)
+    distributed_timeout_minutes: float = option(
+        10.0, help="deadline of one collective, in minutes", above=0, maximum=1e5
+    )
 
     @property
     def precision(self) -> Precision:

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from drivetrain_backend_api import OptionGroup, option
 
+LONGEST_SECONDS = 1e7
+"""Upper bound of deadlines, about four months: what the system's own waits still take."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig(OptionGroup):
@@ -17,9 +20,13 @@ class PlacementConfig(OptionGroup):
     rollout_num_gpus_per_engine: int = option(1, help="GPUs (or CPU ranks) of one rollout engine", minimum=1)
     cpu_threads_per_rank: int = option(1, help="torch threads of each process on a machine without GPUs", minimum=1)
     ray_address: str | None = option(None, help="address of a running Ray cluster (default: start one here)")
-    placement_timeout: float = option(120.0, help="seconds to wait for the cluster to place all processes", above=0)
+    placement_timeout: float = option(
+        120.0, help="seconds to wait for the cluster to place all processes", above=0, maximum=LONGEST_SECONDS
+    )
 
-    start_timeout: float = option(600.0, help="seconds for train workers and rollout engines to start", above=0)
+    start_timeout: float = option(
+        600.0, help="seconds for train workers and rollout engines to start", above=0, maximum=LONGEST_SECONDS
+    )
 
     @property
     def train_world_size(self) -> int:
@@ -52,7 +59,9 @@ class WeightSyncConfig(OptionGroup):
     update_weight_pause: str = option(
         "drain", help="what a weight update does to requests in flight", choices=("drain", "abort")
     )
-    update_weight_timeout: float = option(600.0, help="deadline of each phase of a weight update, in seconds", above=0)
+    update_weight_timeout: float = option(
+        600.0, help="deadline of each phase of a weight update, in seconds", above=0, maximum=LONGEST_SECONDS
+    )
     update_weight_disk_dir: str | None = option(
         None,
         help="folder that trainer and engines share, for the disk transport (default: inside the run)",

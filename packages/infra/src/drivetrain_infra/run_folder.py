@@ -26,7 +26,6 @@ class RunFolder:
         self.root = root
         self.metrics = root / "metrics.jsonl"
         self.config = root / "config.json"
-        self.log = root / "drivetrain.log"
         self._latest = root / "latest"
 
     def refuse_if_used(self) -> None:
@@ -35,10 +34,14 @@ class RunFolder:
         Raises:
             ConfigError: it has metrics or a checkpoint.
         """
-        if self._latest.exists() or (self.metrics.exists() and self.metrics.stat().st_size):
+        try:
+            used = self._latest.exists() or (self.metrics.exists() and self.metrics.stat().st_size > 0)
+        except (OSError, ValueError) as error:  # ValueError: a NUL byte
+            raise ConfigError(f"--save {self.root}: is no usable path ({error}); choose another folder") from error
+        if used:
             raise ConfigError(
-                f"--save {self.root}: holds a run already; choose another folder, or remove this one. "
-                f"To go on from its weights: --load {self.root} --save NEW"
+                f"--save {self.root}: holds a run already; choose another folder, or remove this one"
+                + (f". To go on from its checkpoint: --load {self.root} --save NEW" if self._latest.exists() else "")
             )
 
     def create(self, config: Mapping[str, Any]) -> None:
@@ -97,7 +100,10 @@ class RunFolder:
             raise DataError(
                 f"{self.root} holds no checkpoint: {self._latest} is missing; give the folder of a run that saved one"
             )
-        name = self._latest.read_text(errors="replace").strip()
+        try:
+            name = self._latest.read_text(errors="replace").strip()
+        except OSError as error:
+            raise DataError(f"{self._latest}: cannot be read ({error.strerror}); it must be a file") from error
         if not _CHECKPOINT.fullmatch(name) or not (self.root / name).is_dir():
             raise DataError(
                 f"{self._latest} names {name!r}, which is no checkpoint in {self.root}; write the right name into it"
@@ -109,14 +115,18 @@ class RunFolder:
         return final.with_name(final.name + _PARTIAL_SUFFIX)
 
 
-def resolve_checkpoint(path: Path) -> Path:
-    """Return the checkpoint that `--load` means: the folder itself if it is one, else the run's latest.
+def resolve_checkpoint(path: Path, *, what: str = "--load") -> Path:
+    """Return the checkpoint that a path means: the folder itself if it is one, else the run's latest.
+
+    Args:
+        path: of a checkpoint or a run.
+        what: how the user gave it, for messages.
 
     Raises:
         DataError: neither.
     """
     if not path.is_dir():
-        raise DataError(f"--load {path}: no such folder")
+        raise DataError(f"{what} {path}: no such folder")
     return path if _CHECKPOINT.fullmatch(path.name) else RunFolder(path).latest()
 
 

@@ -5,6 +5,7 @@ What a subcommand needs is imported when it runs, so that `--help` and `backends
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -21,6 +22,11 @@ from drivetrain_launcher.export import DTYPES
 REFUSED = 2
 FAILED = 1
 INTERRUPTED = 130
+TERMINATED = 143
+
+
+class Terminated(BaseException):
+    """SIGTERM came. Passes through everything that handles errors, so that what was started is ended on the way."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,14 +37,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         1: it failed while it ran.
         2: it was refused before anything started: configuration or plugins.
         130: interrupted from the keyboard.
+        143: ended by SIGTERM.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
+        _require_folder()
         # the flags of `train` depend on plugins that it chooses itself, so its words are not parsed here
         return _train(arguments[1:]) if arguments[:1] == ["train"] else _other(arguments)
     except KeyboardInterrupt:
         print("drivetrain: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except Terminated:
+        print("drivetrain: terminated", file=sys.stderr)
+        return TERMINATED
     except DrivetrainError as error:
         for finding in str(error).splitlines():
             print(f"drivetrain: error: {finding}", file=sys.stderr)
@@ -80,12 +91,24 @@ def _train(words: Sequence[str]) -> int:
         return 0
     from drivetrain_launcher.run import run_train
 
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         return run_train(request)
     except DrivetrainError:
         raise
     except Exception as error:  # as in `main`, but the run has a folder to keep the traceback in
         return _report_unexpected(error, request.save)
+
+
+def _terminate(number: int, frame: object) -> None:
+    raise Terminated
+
+
+def _require_folder() -> None:
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise ConfigError("the current folder does not exist any more; cd to one that does") from error
 
 
 def _other(words: Sequence[str]) -> int:

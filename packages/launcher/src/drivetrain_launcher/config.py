@@ -38,7 +38,9 @@ class RolloutConfig(OptionGroup):
     reward: str = option("math", help="math, exact, or module:function")
     reward_key: str | None = option(None, help="key of the reward where the function returns a table of numbers")
     custom_generate: str | None = option(None, help="module:function that makes the response of each sample")
-    rollout_timeout: float = option(1800.0, help="deadline of one rollout's generation, in seconds", above=0)
+    rollout_timeout: float = option(
+        1800.0, help="deadline of one rollout, rewards included, in seconds", above=0, maximum=1e7
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,25 +23,37 @@ def export_run(run: Path, out: Path, dtype: str | None = None) -> None:
         DataError: the run or its checkpoint is not whole.
         ConfigError: `out` is there already and not empty, or the backend cannot export.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if _in_use(out):
         raise ConfigError(f"--out {out}: is there already and not empty; choose a new folder")
-    checkpoint = resolve_checkpoint(run)
+    checkpoint = resolve_checkpoint(run, what="RUN")
     config = _saved_config(RunFolder(checkpoint.parent).config)
     spec = load_spec(TRAIN_BACKENDS, config["train-backend"])
     import torch
 
     chosen = None if dtype is None else getattr(torch, dtype)
-    spec.load_export_checkpoint()(checkpoint, Path(config["hf-checkpoint"]), out, chosen)
+    try:
+        spec.load_export_checkpoint()(checkpoint, Path(config["hf-checkpoint"]), out, chosen)
+    except OSError as error:
+        raise DataError(f"--out {out}: cannot be written ({error}); choose another folder, or make room") from error
     print(f"exported {checkpoint} to {out}")
+
+
+def _in_use(out: Path) -> bool:
+    try:
+        return out.exists() and (not out.is_dir() or any(out.iterdir()))
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be read ({error.strerror}); choose another folder") from error
 
 
 def _saved_config(path: Path) -> dict[str, Any]:
     try:
-        config: dict[str, Any] = json.loads(path.read_text())
+        config: Any = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise DataError(f"{path}: is missing; give the folder of a whole run") from error
     except ValueError as error:
         raise DataError(f"{path}: is not JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise DataError(f"{path}: must be a table of options, found {type(config).__name__}")
     if missing := {"train-backend", "hf-checkpoint"} - set(config):
         raise DataError(f"{path}: lacks {', '.join(sorted(missing))}; give the folder of a whole run")
-    return config
+    return dict(config)

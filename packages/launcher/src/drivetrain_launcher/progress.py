@@ -38,6 +38,8 @@ class Display:
             title: what is being trained.
         """
         self._console = console
+        self._title = title
+        self._warned = False
         self._start, self._stop = start, stop
         self._began = time.monotonic()
         self._last_line = 0.0
@@ -71,7 +73,8 @@ class Display:
 
     def trained(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
         """Show a rollout's metrics."""
-        parts = [f"{name} {form.format(metrics[key])}" for name, key, form in _LINE if key in metrics]
+        # adding 0.0 turns -0.0 into 0.0
+        parts = [f"{name} {form.format(round(metrics[key], 6) + 0.0)}" for name, key, form in _LINE if key in metrics]
         if "rollout/reward" in metrics:
             self._rewards.append(metrics["rollout/reward"])
         self._tokens_per_second.append(metrics["perf/tokens_per_second"])
@@ -81,13 +84,18 @@ class Display:
                 f"rollout {rollout_id + 1}: {skipped} optimizer steps skipped, their gradients were not finite; "
                 "lower --lr if it goes on"
             )
+        if metrics.get("rollout/groups_with_one_reward") == 1.0 and not self._warned:
+            self._warned = True
+            self._console.print(
+                f"rollout {rollout_id + 1}: all samples of each prompt got one reward, so there is nothing to learn "
+                "from; look at --reward, or give harder or easier prompts (said once)"
+            )
         self._progress.update(self._task, advance=1, line="  ".join(parts))
         now, ended = time.monotonic(), rollout_id + 1 == self._stop
         if not self._console.is_terminal and (ended or now - self._last_line >= _SECONDS_BETWEEN_LINES):
             self._last_line = now
-            self._console.print(
-                f"rollout {rollout_id + 1}/{self._stop}  {'  '.join(parts)}  {self._time_left(rollout_id)}"
-            )
+            words = [f"{self._title}: rollout {rollout_id + 1}/{self._stop}", *parts, self._time_left(rollout_id)]
+            self._console.print("  ".join(words))
 
     def evaluated(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
         """Show an evaluation."""

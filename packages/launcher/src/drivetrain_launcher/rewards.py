@@ -74,7 +74,7 @@ class Reward:
         where = f"--reward {self.name} on sample {sample.index} (prompt {_beginning(sample.prompt)})"
         try:
             result = self.function(sample)
-        except Exception as error:  # a user's function may raise anything
+        except (Exception, SystemExit) as error:  # a user's function may raise anything
             raise DataError(f"{where} failed: {type(error).__name__}: {error}") from error
         value = _finite(self._chosen(result, where))
         if value is None:

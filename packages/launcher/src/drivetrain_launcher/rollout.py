@@ -197,15 +197,17 @@ def labelled_rollout(samples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> 
 
 def _metrics(batch: RolloutBatch, samples_per_prompt: int, seconds: float) -> dict[str, float]:
     rewards = batch.per_sample["reward"].double()
-    groups = rewards.view(-1, samples_per_prompt)
     responses = int(batch.response_lengths.sum())
     truncated = batch.per_sample["status"] == int(SampleStatus.TRUNCATED)
-    return {
+    metrics = {
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std(correction=0)),
-        "groups_with_one_reward": float((groups.max(1).values == groups.min(1).values).double().mean()),
         "response_length": responses / len(batch),
         "truncated": float(truncated.double().mean()),
         "weight_version": float(torch.min(batch.per_sample["weight_version"])),
         "tokens_per_second": responses / seconds if seconds else 0.0,
     }
+    if samples_per_prompt > 1:
+        groups = rewards.view(-1, samples_per_prompt)
+        metrics["groups_with_one_reward"] = float((groups.max(1).values == groups.min(1).values).double().mean())
+    return metrics

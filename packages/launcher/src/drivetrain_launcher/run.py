@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from drivetrain_backend_api import ConfigError, OptionGroup, options
+from drivetrain_backend_api import ConfigError, DataError, OptionGroup, options
 from drivetrain_infra.run_folder import RunFolder, resolve_checkpoint
 from drivetrain_infra.tracking.base import Tracker, Trackers
 from drivetrain_infra.tracking.jsonl import JsonlTracker
@@ -70,10 +70,14 @@ def run_train(request: Request) -> int:
         raise ConfigError(
             f"--save {folder.root}: holds a run that was interrupted; choose another folder, or remove it"
         )
-    stages = prepare(request, folder, console)
+    try:
+        stages = prepare(request, folder, console)
+    except DataError as error:  # nothing is started yet, which is what the exit code of a ConfigError says
+        raise ConfigError(str(error)) from error
 
     from drivetrain_launcher.factory import start_cluster
 
+    console.print("starting Ray ...")
     with start_cluster([stage.config.placement for stage in stages], folder=folder.root):
         for stage, following in zip(stages, [*stages[1:], None]):
             checkpoint = run_stage(stage, console)
@@ -127,13 +131,9 @@ def prepare_stage(
         start_from: what is run, where the model it starts from is only made by the stage before.
     """
     preflight(config)
-    from transformers import AutoTokenizer
-
     from drivetrain_launcher.data import PromptDataset
 
-    tokenizer = AutoTokenizer.from_pretrained(
-        config.train.hf_checkpoint, trust_remote_code=config.train.trust_remote_code
-    )
+    tokenizer = _tokenizer(config)
     dataset = PromptDataset.load(config.data.prompt_data, config.data, tokenizer)
     if dataset.left_out:
         console.print(f"left out {dataset.left_out} prompts longer than --rollout-max-prompt-len")
@@ -148,7 +148,7 @@ def prepare_stage(
     stop = _num_rollouts(config, len(dataset))
     config = _resolved(_absolute(start_from or config), stop)
     if _computes_in_fp32_by_default(config):
-        console.print("no GPU here: computing in fp32, which CPUs do many times faster (--bf16 computes in bf16)")
+        console.print(f"{title}: no GPU here, so computing in fp32, which CPUs do many times faster than bf16")
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, fp32=True))
     folder.create(config_values(config))
     return PreparedStage(
@@ -163,6 +163,22 @@ def prepare_stage(
     )
 
 
+def _tokenizer(config: DrivetrainConfig) -> "PreTrainedTokenizerBase":
+    from transformers import AutoConfig, AutoTokenizer
+
+    folder, trust = config.train.hf_checkpoint, config.train.trust_remote_code
+    for what, loader in (("config.json", AutoConfig), ("the tokenizer", AutoTokenizer)):
+        try:
+            loaded = loader.from_pretrained(folder, trust_remote_code=trust)
+        except Exception as error:  # transformers raises whatever its many loaders do
+            reason = " ".join(str(error).split())
+            raise DataError(
+                f"--hf-checkpoint {folder}: {what} cannot be loaded: {type(error).__name__}: {reason}; "
+                "copy the model again"
+            ) from error
+    return loaded
+
+
 def run_stage(stage: PreparedStage, console: Console) -> Path:
     """Train one stage on a running cluster; returns its last checkpoint."""
     from drivetrain_launcher.data import PromptSource
@@ -171,6 +187,11 @@ def run_stage(stage: PreparedStage, console: Console) -> Path:
     from drivetrain_launcher.progress import Display
 
     config = stage.config
+    engines = config.placement.num_engines if stage.reward else 0
+    console.print(
+        f"{stage.title}: starting {config.placement.train_world_size} train workers ({config.backend.name}) and "
+        f"{engines} rollout engines ..."
+    )
     prompts = PromptSource(stage.dataset, shuffle=config.data.rollout_shuffle, seed=config.train.seed)
     with start_resources(stage) as resources:
         plan = plan_rollouts(config, start=resources.trainer.next_rollout_id, stop=stage.stop)
@@ -179,6 +200,7 @@ def run_stage(stage: PreparedStage, console: Console) -> Path:
             open_trackers(config, stage.folder) as tracker,
             Display(console, title=stage.title, start=plan.start, stop=plan.stop) as display,
         ):
+            console.print(f"{stage.title}: all started; {plan.stop - plan.start} rollouts to go")
             train(
                 Run(
                     config=config,
