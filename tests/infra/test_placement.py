@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import ray
@@ -20,7 +21,24 @@ from drivetrain_infra.placement import (
     resource_requests,
 )
 from drivetrain_infra.process_groups import ProcessGroupManager, WorkerPlace
-from drivetrain_infra.ray_runtime import local_cluster, ray_session, this_node
+from drivetrain_infra.ray_runtime import ray_session, this_node
+from drivetrain_infra.testing import local_cluster
+
+
+@pytest.mark.slow
+def test_gpus_that_are_named_by_uuid_keep_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Ray takes our word for the GPUs: none is opened
+    names = ("GPU-b0b0b0b0", "MIG-a1a1a1a1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(names))
+    with (
+        local_cluster(tmp_path, cpus_per_node=(4,), gpus_per_node=2) as address,
+        ray_session(tmp_path, address=address),
+    ):
+        placement = create_placement_groups(PlacementConfig())
+        slots = [*placement.train, *placement.engines]
+        placement.remove()
+    assert {slot.gpu_ids for slot in slots} == {(name,) for name in names}
+    assert {slot.device for slot in slots} == {"cuda:0"}
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +115,22 @@ def test_enough_gpus_on_the_wrong_nodes_are_not_enough() -> None:
         preflight(resource_requests(config), nodes, "GPU").require()
 
 
+@pytest.mark.parametrize(
+    ("asked", "gpus", "advice"),
+    [
+        ({}, 1, "trainer and engine need a GPU each"),
+        ({"actor_num_gpus_per_node": 2}, 2, "lower --actor-num-gpus-per-node, or add nodes"),
+        ({"rollout_num_gpus": 2}, 2, "lower --rollout-num-gpus, or add nodes"),
+        ({"actor_num_nodes": 2}, 2, "lower --actor-num-nodes, or add nodes"),
+    ],
+)
+def test_the_advice_names_only_flags_that_can_be_lowered(asked: dict[str, int], gpus: int, advice: str) -> None:
+    (error,) = preflight(resource_requests(PlacementConfig(**asked)), [node("a", gpus=gpus)], "GPU").errors
+    assert advice in error
+    assert error.count("--") == (1 if asked else 0)
+    assert ("CUDA_VISIBLE_DEVICES= (empty)" in error) == (not asked)
+
+
 def test_a_gpu_without_a_cpu_beside_it_is_no_place() -> None:
     requests = resource_requests(PlacementConfig(), num_engines=0)
     with pytest.raises(PlacementError):
@@ -107,7 +141,7 @@ def test_the_cluster_of_this_test_counts_cpus(two_nodes: None) -> None:
     assert cluster_device() == ("GPU" if any(one.gpus for one in cluster_nodes()) else "CPU")
 
 
-def test_the_manager_finds_replicas_leads_and_nodes_of_a_tp_pp_dp_layout() -> None:
+def test_the_manager_finds_shard_and_node_of_each_rank_of_a_tp_pp_dp_layout() -> None:
     # 8 ranks: tp fastest, then dp, then pp; four ranks a node
     places = [
         WorkerPlace(
@@ -128,12 +162,8 @@ def test_the_manager_finds_replicas_leads_and_nodes_of_a_tp_pp_dp_layout() -> No
     ]
     manager = ProcessGroupManager(list(reversed(places)))
     assert (manager.world_size, manager.dp_size, manager.pp_size) == (8, 2, 2)
-    assert manager.replica(0) == (0, 1, 4, 5)
-    assert manager.replica(1) == (2, 3, 6, 7)
-    assert manager.dp_rank(6) == 1
-    assert manager.stage_leads == (0, 4)
-    assert manager.node(5) == "node1"
-    assert manager.ranks_by_node == {"node0": (0, 1, 2, 3), "node1": (4, 5, 6, 7)}
+    assert [manager.dp_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [manager.node(rank) for rank in range(8)] == ["node0"] * 4 + ["node1"] * 4
     with pytest.raises(DrivetrainError, match="not one whole group"):
         ProcessGroupManager(places[:-1])
 

@@ -77,8 +77,8 @@ def test_a_folder_with_a_live_run_is_refused(tmp_path: Path) -> None:
         [
             sys.executable,
             "-c",
-            "import sys; from pathlib import Path; from drivetrain_infra.ray_runtime import _temp_dir\n"
-            f"with _temp_dir(Path({str(tmp_path)!r})): print('held', flush=True); sys.stdin.read()",
+            "import sys; from pathlib import Path; from drivetrain_infra.ray_runtime import owned_temp_dir\n"
+            f"with owned_temp_dir(Path({str(tmp_path)!r})): print('held', flush=True); sys.stdin.read()",
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -97,13 +97,13 @@ class Slot:
     Attributes:
         index: rank of a train worker, or number of an engine.
         node_id: the node.
-        gpu_ids: GPU indices on that node; empty on CPUs.
+        gpu_ids: GPU indices on that node, or UUIDs where CUDA_VISIBLE_DEVICES lists those; empty on CPUs.
         actor_options: pass them to `.options(...)` of the actor that goes here.
     """
 
     index: int
     node_id: str
-    gpu_ids: tuple[int, ...]
+    gpu_ids: tuple[int | str, ...]
     actor_options: dict[str, Any] = field(repr=False)
 
     @property
@@ -114,7 +114,7 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Reserved places of all processes; train slots by rank, nodes one after the other, GPUs by index within a node."""
+    """Reserved places of all processes; train slots by rank, nodes one after the other, GPUs in order within a node."""
 
     train: tuple[Slot, ...]
     engines: tuple[Slot, ...]
@@ -201,7 +201,7 @@ def preflight(requests: Sequence[ResourceRequest], nodes: Sequence[NodeResources
                 if min(room[one.node_id]) >= size and not (request.per_node and one.node_id in taken)
             ]
             if not fits:
-                errors.append(_shortage(request, size, spots, len(taken), device))
+                errors.append(_shortage(requests, request, size, spots, len(taken), device))
                 break
             # engines stay on as few nodes as they can too: the least room that is enough, first of equals
             best = min(fits, key=lambda one: room[one][0])
@@ -214,13 +214,35 @@ def preflight(requests: Sequence[ResourceRequest], nodes: Sequence[NodeResources
     return PlacementPlan(device=device, rows=_table(requests, nodes, device), errors=tuple(errors), nodes=chosen)
 
 
-def _shortage(request: ResourceRequest, size: int, spots: int, found: int, device: str) -> str:
-    flags = {
-        "train": "lower --actor-num-nodes or --actor-num-gpus-per-node",
-        "rollout": "lower --rollout-num-gpus or --rollout-num-gpus-per-engine",
-    }
+def _shortage(
+    requests: Sequence[ResourceRequest], request: ResourceRequest, size: int, spots: int, found: int, device: str
+) -> str:
     what = f"nodes with {size} {device}s each" if request.per_node else f"processes of {size} {device}s each"
-    return f"{request.role}: {spots} {what} are asked for, {found} can be had; {flags[request.role]}, or add nodes"
+    # what claimed its places before is as much in the way
+    fix = _can_be_lowered(request) or [flag for one in requests for flag in _can_be_lowered(one)]
+    if fix:
+        advice = f"lower {' or '.join(fix)}, or add nodes"
+    elif device == "GPU":
+        roles = "trainer and engine need a GPU each" if len(requests) > 1 else "the trainer needs a GPU"
+        advice = (
+            f"{roles}, and a CPU beside it: add GPUs, or put CUDA_VISIBLE_DEVICES= (empty) before the command to run "
+            "on CPU ranks"
+        )
+    else:
+        roles = "trainer and engine need a CPU each" if len(requests) > 1 else "the trainer needs a CPU"
+        advice = f"{roles}: add nodes, or leave --ray-address out to start Ray on this machine"
+    return f"{request.role}: {spots} {what} are asked for, {found} can be had; {advice}"
+
+
+def _can_be_lowered(request: ResourceRequest) -> list[str]:
+    """The flags that this request comes from, as far as they are above 1."""
+    if request.per_node:
+        values = {"--actor-num-nodes": request.processes // request.per_node}
+        values["--actor-num-gpus-per-node"] = request.per_node
+    else:
+        values = {"--rollout-num-gpus": request.processes * request.devices}
+        values["--rollout-num-gpus-per-engine"] = request.devices
+    return [flag for flag, value in values.items() if value > 1]
 
 
 def _table(requests: Sequence[ResourceRequest], nodes: Sequence[NodeResources], device: str) -> tuple[str, ...]:
@@ -309,11 +331,12 @@ def _resources(devices: int, device: str) -> dict[str, float]:
 def _slots(
     group: PlacementGroup, request: ResourceRequest, nodes: Sequence[str], device: str, deadline: float
 ) -> tuple[Slot, ...]:
-    """Number the bundles: nodes as planned, GPUs by index within a node."""
+    """Number the bundles: nodes as planned, GPUs by index within a node, or as Ray gave them where they have none."""
     options = [_options(group, bundle, request.devices, device) for bundle in range(len(nodes))]
     gpus = _gpu_ids(options, deadline) if device == "GPU" else [()] * len(nodes)
     first_seen = {node: place for place, node in reversed(list(enumerate(nodes)))}
-    order = sorted(range(len(nodes)), key=lambda bundle: (first_seen[nodes[bundle]], gpus[bundle], bundle))
+    indices = [tuple(one for one in ids if isinstance(one, int)) for ids in gpus]
+    order = sorted(range(len(nodes)), key=lambda bundle: (first_seen[nodes[bundle]], indices[bundle], bundle))
     return tuple(
         Slot(index=index, node_id=nodes[bundle], gpu_ids=gpus[bundle], actor_options=options[bundle])
         for index, bundle in enumerate(order)
@@ -330,7 +353,7 @@ def _options(group: PlacementGroup, bundle: int, devices: int, device: str) -> d
     }
 
 
-def _gpu_ids(options: Iterable[dict[str, Any]], deadline: float) -> list[tuple[int, ...]]:
+def _gpu_ids(options: Iterable[dict[str, Any]], deadline: float) -> list[tuple[int | str, ...]]:
     """Ask a short task in each bundle which GPUs it was given: Ray tells nobody else."""
     probe = ray.remote(_my_gpu_ids)
     references = [probe.options(**one).remote() for one in options]
@@ -341,7 +364,14 @@ def _gpu_ids(options: Iterable[dict[str, Any]], deadline: float) -> list[tuple[i
             "the cluster granted all places, but its workers did not start within --placement-timeout; look at the "
             "Ray logs of its nodes, or raise the timeout"
         ) from error
+    except ray.exceptions.RayError as error:
+        raise PlacementError(
+            "the cluster granted all places, but a worker there could not say which GPUs it was given "
+            f"({type(error).__name__}); look at the Ray logs of its nodes"
+        ) from error
 
 
-def _my_gpu_ids() -> tuple[int, ...]:
-    return tuple(sorted(int(one) for one in ray.get_gpu_ids()))
+def _my_gpu_ids() -> tuple[int | str, ...]:
+    """Return this worker's GPUs: indices sorted, anything else (UUIDs, MIG slices) as Ray lists them."""
+    ids = [str(one) for one in ray.get_gpu_ids()]
+    return tuple(sorted(map(int, ids))) if all(one.isdigit() for one in ids) else tuple(ids)

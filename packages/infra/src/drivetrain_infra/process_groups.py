@@ -24,7 +24,7 @@ class WorkerPlace:
 
 
 class ProcessGroupManager:
-    """The ranks of one group of train workers, by replica, stage and node."""
+    """The ranks of one group of train workers, by replica and node."""
 
     def __init__(self, places: Sequence[WorkerPlace]) -> None:
         """Take the reports of all workers, in any order.
@@ -46,24 +46,6 @@ class ProcessGroupManager:
         """Return the data-parallel replica that a rank belongs to: the shard it trains on."""
         return self._places[rank].layout.dp_rank
 
-    def replica(self, dp_rank: int) -> tuple[int, ...]:
-        """Return all ranks that train on one data-parallel shard."""
-        return tuple(one.layout.rank for one in self._places if one.layout.dp_rank == dp_rank)
-
-    @property
-    def stage_leads(self) -> tuple[int, ...]:
-        """For each pipeline stage, the rank that sends its weights."""
-        leads = {one.layout.pp_rank: one.layout.rank for one in self._places if one.layout.is_stage_lead}
-        return tuple(leads[stage] for stage in range(self.pp_size))
-
     def node(self, rank: int) -> str:
         """Return the id of the node that a rank runs on."""
         return self._places[rank].node_id
-
-    @property
-    def ranks_by_node(self) -> dict[str, tuple[int, ...]]:
-        """Node id -> its ranks, nodes in the order of their lowest rank."""
-        found: dict[str, tuple[int, ...]] = {}
-        for one in self._places:
-            found[one.node_id] = (*found.get(one.node_id, ()), one.layout.rank)
-        return found

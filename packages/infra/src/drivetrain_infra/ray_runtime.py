@@ -16,7 +16,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,8 +117,8 @@ def ray_session(
     """
     if address is None:
         with (
-            _temp_dir(run_folder) as temp_dir,
-            _local_environment(temp_dir),
+            owned_temp_dir(run_folder) as temp_dir,
+            local_environment(temp_dir),
             _initialised(
                 {
                     "address": "local",
@@ -142,32 +142,6 @@ def ray_session(
             yield RaySession(address=head, temp_dir=None)
 
 
-@contextlib.contextmanager
-def local_cluster(
-    run_folder: Path, *, cpus_per_node: Sequence[int] = (2, 2), object_store_bytes: int = 80 * 1024**2
-) -> Iterator[str]:
-    """Start a Ray cluster of several nodes on this machine, to test placement; yields the address to connect to.
-
-    Inside the block, `ray_session(..., address=...)` in this process or a child of it joins the cluster.
-    """
-    from ray.cluster_utils import Cluster
-
-    with _temp_dir(run_folder) as temp_dir, _local_environment(temp_dir):
-        (temp_dir / "ray").mkdir()
-        cluster = Cluster(shutdown_at_exit=True)
-        try:
-            for cpus in cpus_per_node:
-                cluster.add_node(
-                    num_cpus=cpus,
-                    object_store_memory=object_store_bytes,
-                    include_dashboard=False,
-                    node_ip_address=LOOPBACK,
-                )
-            yield str(cluster.address)
-        finally:
-            cluster.shutdown()  # type: ignore[no-untyped-call]
-
-
 _QUIRKS: Mapping[str, str] = {
     # workers run in the driver's own environment; the hook would resolve and install one anew for each of them
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
@@ -186,7 +160,7 @@ def _default_object_store_bytes() -> int | None:
 
 
 @contextlib.contextmanager
-def _temp_dir(run_folder: Path) -> Iterator[Path]:
+def owned_temp_dir(run_folder: Path) -> Iterator[Path]:
     """Own the run's temp dir: private to this user, locked for the life of this process, removed at the end."""
     folder = ray_temp_dir(run_folder)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -233,7 +207,7 @@ def _environment(variables: Mapping[str, str], **constants: bool) -> Iterator[No
 
 
 @contextlib.contextmanager
-def _local_environment(temp_dir: Path) -> Iterator[None]:
+def local_environment(temp_dir: Path) -> Iterator[None]:
     """Keep a Ray that is started here on the loopback interface, with a token of its own."""
     token = temp_dir / "token"
     token.touch(mode=0o600)

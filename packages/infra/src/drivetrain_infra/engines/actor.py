@@ -7,15 +7,14 @@ no reward.
 import dataclasses
 import os
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from drivetrain_backend_api import DrivetrainError, IllegalStateError, load_implementation, load_spec
+from drivetrain_backend_api import IllegalStateError, load_implementation, load_spec
+from drivetrain_infra.calls import gather
 from drivetrain_infra.engines.base import (
     ROLLOUT_ENGINES,
     EngineSettings,
@@ -167,14 +166,6 @@ class EngineActor:
             busy=self._one_call.locked(),
         )
 
-    @ray.method(concurrency_group="weights")
-    def close(self) -> None:
-        """Free everything; the engine is of no use afterwards."""
-        self._paused.set()
-        with self._one_call:
-            self._receiver.leave_channels()
-            self._engine.close()
-
     def _require_serving(self) -> None:
         if self._paused.is_set():
             raise IllegalStateError(
@@ -216,33 +207,14 @@ def launch_engines(
         actor = remote.options(**options).remote(name, engine, placed, None if slot.gpu_ids else num_threads)
         handles.append(EngineHandle(name=name, actor=actor))
     try:
-        _wait_started({one.actor.start.remote(): one.name for one in handles}, seconds)
+        gather(
+            {one.name: one.actor.start.remote() for one in handles},
+            what="starting the rollout engines",
+            seconds=seconds,
+            flag="--start-timeout",
+        )
     except BaseException:
         for one in handles:
             ray.kill(one.actor)
         raise
     return handles
-
-
-def _wait_started(starting: Mapping[Any, str], seconds: float) -> None:
-    waiting, end = list(starting), time.monotonic() + seconds
-    while waiting:
-        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, end - time.monotonic()))
-        if not ready:
-            late = ", ".join(starting[one] for one in waiting)
-            raise DrivetrainError(f"{late} did not start within {seconds:g} s; see its log in Ray's session folder")
-        try:
-            ray.get(ready[0])
-        except RayTaskError as error:
-            raise DrivetrainError(f"{starting[ready[0]]} did not start: {error.cause}") from error
-        except RayActorError as error:
-            reason = _construction_failure(error)
-            raise DrivetrainError(f"{starting[ready[0]]} did not start: {reason}") from error
-        except RayError as error:
-            raise DrivetrainError(f"{starting[ready[0]]} did not start: {error}") from error
-
-
-def _construction_failure(error: RayActorError) -> str:
-    """Find what an actor's constructor raised inside the text that Ray makes of it."""
-    lines = [one.strip() for one in str(error).splitlines() if one.strip()]
-    return lines[-1] if lines else "its process died"

@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import Any
 
-from drivetrain_backend_api import DrivetrainError
+from drivetrain_backend_api import DataError, DrivetrainError
 
 
 class Phase(StrEnum):
@@ -54,8 +54,8 @@ def _rebuild(problem: str, phase: Phase, rank: int | None, bucket: int | None, e
     return WeightSyncError(problem, phase=phase, rank=rank, bucket=bucket, engine=engine)
 
 
-class TransferError(DrivetrainError):
-    """A bucket that could not be moved, mostly because the other side failed; the other side's error says why.
+class BucketError(DrivetrainError):
+    """Something that went wrong with one bucket.
 
     Attributes:
         bucket: its index.
@@ -67,3 +67,11 @@ class TransferError(DrivetrainError):
 
     def __str__(self) -> str:
         return f"bucket {self.bucket}: {self.args[0]}"
+
+
+class TransferError(BucketError):
+    """A bucket that could not be moved, mostly because the other side failed; the other side's error says why."""
+
+
+class CorruptBucketError(BucketError, DataError):
+    """A bucket that arrived other than it was sent."""

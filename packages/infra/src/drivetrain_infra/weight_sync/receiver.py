@@ -6,14 +6,14 @@ Takes any `RolloutEngine`; knows no backend. Which methods are called, and when,
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from drivetrain_backend_api import DataError, IllegalStateError
+from drivetrain_backend_api import IllegalStateError
 from drivetrain_backend_api.weights import WeightPlan, unflatten
+from drivetrain_infra.deadline import Deadline
 from drivetrain_infra.engines.base import RolloutEngine
 from drivetrain_infra.ray_runtime import LOOPBACK, this_node
-from drivetrain_infra.weight_sync.deadline import Deadline
 from drivetrain_infra.weight_sync.disk import read_buckets
 from drivetrain_infra.weight_sync.distributed import BroadcastChannel, ChannelAddress
-from drivetrain_infra.weight_sync.errors import TransferError
+from drivetrain_infra.weight_sync.errors import CorruptBucketError, TransferError
 from drivetrain_infra.weight_sync.plan_json import parse_plan
 
 
@@ -102,7 +102,7 @@ class WeightReceiver:
             checksums: bucket -> the sender's checksum.
 
         Raises:
-            DataError: a bucket is missing or differs; names it and its tensors.
+            BucketError: a bucket is missing or differs; names it and its tensors.
         """
         plan = self._require_plan("verify")
         for index in range(plan.num_buckets):
@@ -127,18 +127,3 @@ class WeightReceiver:
         if self._plan is None:
             raise IllegalStateError(f"{call}() is illegal while no weight update is open; it needs begin() before it")
         return self._plan
-
-
-class CorruptBucketError(DataError):
-    """A bucket that arrived other than it was sent.
-
-    Attributes:
-        bucket: its index.
-    """
-
-    def __init__(self, problem: str, bucket: int) -> None:
-        super().__init__(problem, bucket)
-        self.bucket = bucket
-
-    def __str__(self) -> str:
-        return f"bucket {self.bucket}: {self.args[0]}"

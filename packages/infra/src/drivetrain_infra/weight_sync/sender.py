@@ -14,10 +14,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from drivetrain_backend_api import IllegalStateError
 from drivetrain_backend_api.backend import TrainBackend
 from drivetrain_backend_api.weights import Holders, WeightBucket, WeightExport
+from drivetrain_infra.deadline import Deadline
 from drivetrain_infra.ray_runtime import LOOPBACK, NodeAddress, this_node
 from drivetrain_infra.weight_sync import disk
 from drivetrain_infra.weight_sync.checksum import checksum_bucket
-from drivetrain_infra.weight_sync.deadline import Deadline
 from drivetrain_infra.weight_sync.distributed import BroadcastChannel, ChannelAddress, open_store
 from drivetrain_infra.weight_sync.errors import TransferError
 from drivetrain_infra.weight_sync.plan_json import dump_plan

@@ -38,10 +38,10 @@ from ray.exceptions import RayError
 from drivetrain_backend_api import ConfigError
 from drivetrain_backend_api.weights import Holders
 from drivetrain_infra.config import WeightSyncConfig
+from drivetrain_infra.deadline import Deadline
 from drivetrain_infra.engines.actor import EngineHandle
 from drivetrain_infra.engines.base import PauseMode
 from drivetrain_infra.weight_sync.calls import Party, gather
-from drivetrain_infra.weight_sync.deadline import Deadline
 from drivetrain_infra.weight_sync.disk import version_folder
 from drivetrain_infra.weight_sync.errors import Phase
 from drivetrain_infra.weight_sync.sender import SenderPlace, SentBucket

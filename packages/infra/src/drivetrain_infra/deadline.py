@@ -1,4 +1,4 @@
-"""One deadline, shared by all the waits of a phase."""
+"""One deadline, shared by several waits."""
 
 import time
 
