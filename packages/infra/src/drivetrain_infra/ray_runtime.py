@@ -150,6 +150,8 @@ _QUIRKS: Mapping[str, str] = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # actors start processes of their own; one idle worker for each logical CPU would only take the cores from them
     "RAY_prestart_worker_first_driver": "0",
+    # workers are where the work is; by default Ray runs them at the lowest priority but four
+    "RAY_worker_niceness": "0",
 }
 
 
@@ -252,6 +254,7 @@ def _initialised(arguments: Mapping[str, Any], doing: str) -> Iterator[str]:
             f"starts and ends Ray itself: call ray.shutdown() first, or pass --ray-address to share a cluster"
         )
     on_sigterm = signal.getsignal(signal.SIGTERM)
+    breakpoint_hook = os.environ.get("PYTHONBREAKPOINT")
     try:
         ray.init(logging_level=logging.ERROR, **arguments)
     except Exception as error:  # Ray raises bare exceptions too, for example when a node is slow to start
@@ -264,6 +267,11 @@ def _initialised(arguments: Mapping[str, Any], doing: str) -> Iterator[str]:
         yield str(ray.get_runtime_context().gcs_address)
     finally:
         ray.shutdown()
+        # Ray points breakpoint() at its own debugger, which would outlive it
+        if breakpoint_hook is None:
+            os.environ.pop("PYTHONBREAKPOINT", None)
+        else:
+            os.environ["PYTHONBREAKPOINT"] = breakpoint_hook
 
 
 def _require_reachable(address: str) -> None:
