@@ -361,6 +361,63 @@ def test_an_unknown_recipe_is_named_with_those_there_are(tmp_path: Path) -> None
     assert refusal([*FSDP, "--recipe", "x"], {}, tmp_path) == ["--recipe x: no such recipe; there are: tiny"]
 
 
+def refusal_of_file(path: Path, text: str, *flags: str) -> list[str]:
+    return refusal([*FSDP, "--config", write(path, text), *flags])
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ('reward = "evil:run"', "--reward evil:run"),
+        ('custom-generate = "evil:run"', "--custom-generate evil:run"),
+        ("trust-remote-code = true", "--trust-remote-code"),
+    ],
+)
+def test_what_runs_code_is_taken_from_the_command_line_only(tmp_path: Path, text: str, word: str) -> None:
+    path = tmp_path / "run.toml"
+    finding = f"{word} runs code, so that only the command line may ask for it; add {word}"
+    assert refusal_of_file(path, text) == [f"{finding} (in {path})"]
+    # the very words that the message asks for
+    config = config_of([*FSDP, "--config", str(path), *word.split()])
+    assert config.sources[text.partition(" ")[0].replace("-", "_")] == "flag"
+    key, _, value = text.partition(" = ")
+    variable = "DRIVETRAIN_" + key.upper().replace("-", "_")
+    assert refusal(FSDP, {variable: value.strip('"')}) == [f"{finding} (in {variable})"]
+
+
+def test_what_runs_no_code_is_taken_from_anywhere(tmp_path: Path) -> None:
+    text = 'reward = "exact"\ncustom-generate = "none"\ntrust-remote-code = false\n'
+    config = config_of([*FSDP, "--config", write(tmp_path / "run.toml", text)])
+    assert (config.rollout.reward, config.rollout.custom_generate, config.train.trust_remote_code) == (
+        "exact",
+        None,
+        False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "finding"),
+    [
+        (["--kl-loss-coef", "0.1"], "--kl-loss-coef acts only with --use-kl-loss; give both or neither"),
+        (["--tis-clip", "3"], "--tis-clip acts only with --use-tis; give both or neither"),
+        (["--wandb-project", "p"], "--wandb-project acts only with --use-wandb; give both or neither"),
+        (["--loss-scale-window", "7"], "--loss-scale-window acts only with --fp16; give both or neither"),
+        (
+            ["--skip-eval-before-train"],
+            "--skip-eval-before-train acts only with --eval-prompt-data; give both or neither",
+        ),
+    ],
+)
+def test_a_flag_that_nothing_would_read_is_refused(words: list[str], finding: str) -> None:
+    assert refusal([*FSDP, *words]) == [finding]
+
+
+def test_a_file_may_hold_what_a_flag_switches_off(tmp_path: Path) -> None:
+    text = 'use-wandb = true\nwandb-project = "p"\n'
+    config = config_of([*FSDP, "--config", write(tmp_path / "run.toml", text), "--no-use-wandb"])
+    assert (config.tracking.use_wandb, config.tracking.wandb_project) == (False, "p")
+
+
 # -- stages of a recipe ------------------------------------------------------------------------------------------------
 
 STAGED = """
@@ -449,6 +506,16 @@ def test_a_saved_configuration_is_accepted_back_as_json(tmp_path: Path) -> None:
     again = config_of(["--config", file])
     assert config_values(again) == config_values(first)
     assert set(again.sources.values()) == {file}
+
+
+def test_a_saved_configuration_names_no_code_by_itself(tmp_path: Path) -> None:
+    saved = config_values(config_of([*FSDP, "--reward", "my_rewards:score"]))
+    path = write(tmp_path / "config.json", json.dumps(saved))
+    assert refusal(["--config", path]) == [
+        "--reward my_rewards:score runs code, so that only the command line may ask for it; "
+        f"add --reward my_rewards:score (in {path})"
+    ]
+    assert config_values(config_of(["--config", path, "--reward", "my_rewards:score"])) == saved
 
 
 def test_print_config_names_the_source_of_each_value_and_what_is_still_to_be_made(tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
 """Shipped recipes: what they make, and that ordinary flags of the main stage do not trip the warm-up."""
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
+import ray
 from rich.console import Console
 
 from drivetrain_backend_api import ConfigError
 from drivetrain_infra.run_folder import RunFolder
+from drivetrain_launcher.cli import main
 from drivetrain_launcher.recipes import arithmetic
 from drivetrain_launcher.run import prepare
 from drivetrain_launcher.sources import Stage, build_config, read_request
@@ -31,10 +34,35 @@ def test_the_quickstart_takes_flags_of_its_main_stage(
     (tmp_path / "my_generate.py").write_text(GENERATE)
     monkeypatch.chdir(tmp_path)
     request = read_request(["--recipe", "quickstart", *words], {})
-    warmup, main = prepare(request, RunFolder(request.save.absolute()), Console(quiet=True))
+    folder = RunFolder(request.save.absolute())
+    warmup, main = prepare(request, folder, Console(quiet=True), made=folder.root / "made")
     assert (warmup.config.algorithm.name, main.config.algorithm.name) == ("sft", "grpo")
     assert Path(warmup.config.train.hf_checkpoint).name == "model"
     assert Path(main.config.train.hf_checkpoint).name == "warmup_model"
+
+
+@pytest.mark.parametrize("recipe", [True, False])
+def test_a_dry_run_checks_everything_and_leaves_nothing(
+    recipe: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    words = ["--recipe", "quickstart"]
+    if not recipe:
+        arithmetic.make(tmp_path, seed=7)
+        words = ["--train-backend", "fsdp", "--hf-checkpoint", str(tmp_path / "model"), "--save", "runs/sums"]
+        words += ["--prompt-data", str(tmp_path / "train.jsonl"), "--input-key", "question", "--label-key", "answer"]
+        words += ["--num-rollout", "1", "--n-samples-per-prompt", "2", "--rollout-max-response-len", "5"]
+    monkeypatch.chdir(folder)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    assert main(["train", *words, "--dry-run"]) == 0, capsys.readouterr()
+    assert "everything that can be checked is right; nothing was started" in capsys.readouterr().out
+    assert list(folder.iterdir()) == []
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert not ray.is_initialized()
+    assert main(["train", *words, "--dry-run", "--rollout-max-response-len", "100000"]) == 2
+    assert "--rollout-max-response-len" in capsys.readouterr().err
 
 
 def test_an_interrupted_quickstart_is_refused_by_the_name_that_the_user_gave(tmp_path: Path) -> None:

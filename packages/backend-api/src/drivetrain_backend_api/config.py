@@ -25,6 +25,8 @@ def option(
     maximum: float | None = None,
     above: float | None = None,
     metavar: str | None = None,
+    runs_code: bool = False,
+    acts_with: str | None = None,
 ) -> Any:
     """Declare one option of an `OptionGroup`.
 
@@ -36,6 +38,10 @@ def option(
         maximum: largest legal value, inclusive.
         above: the value must be strictly larger.
         metavar: what `--help` shows for the value.
+        runs_code: the value "module:function", or true, makes the run execute code that the value names. Such a value
+            is accepted from the command line only.
+        acts_with: field of the same group without which nothing reads this option: a switch that must be on, or an
+            option that must be set. Given on the command line all the same, it is refused.
     """
     metadata = {
         "help": help,
@@ -44,6 +50,8 @@ def option(
         "maximum": maximum,
         "above": above,
         "metavar": metavar,
+        "runs_code": runs_code,
+        "acts_with": acts_with,
     }
     return field(default=default, metadata=metadata, kw_only=True)
 
@@ -58,7 +66,7 @@ class Option:
         many: the field is a tuple of `type`.
         optional: None is legal and means "not set".
         group: name of the class that owns it.
-        choices, minimum, maximum, above, metavar: as in `option`.
+        choices, minimum, maximum, above, metavar, runs_code, acts_with: as in `option`.
     """
 
     name: str
@@ -73,6 +81,8 @@ class Option:
     maximum: float | None = None
     above: float | None = None
     metavar: str | None = None
+    runs_code: bool = False
+    acts_with: str | None = None
 
     @property
     def flag(self) -> str:
@@ -83,6 +93,10 @@ class Option:
     def required(self) -> bool:
         """True when there is no default."""
         return self.default is MISSING
+
+    def names_code(self, value: Any) -> bool:
+        """Say whether `value` would make the run execute code that it names."""
+        return self.runs_code and (value is True or (isinstance(value, str) and ":" in value))
 
     def finding(self, value: Any) -> str | None:
         """Say what is wrong with `value`, naming flag, value and range; None when it is legal."""
@@ -177,16 +191,18 @@ class TrainConfig(OptionGroup):
     ref_load: str | None = option(None, help="folder of the frozen KL reference model", metavar="DIR")
     opd_teacher_load: str | None = option(None, help="folder of the on-policy-distillation teacher", metavar="DIR")
     load: str | None = option(None, help="Drivetrain checkpoint folder to start from", metavar="DIR")
-    trust_remote_code: bool = option(False, help="allow Python code inside the model folder to run")
+    trust_remote_code: bool = option(False, help="allow Python code inside the model folder to run", runs_code=True)
     attention_backend: str = option("auto", help="packed attention kernel", choices=("auto", "varlen", "per_sequence"))
 
     # precision
     bf16: bool = option(False, help="compute in bfloat16 with fp32 master weights (the default where there are GPUs)")
     fp16: bool = option(False, help="compute in float16 with fp32 master weights and a loss scaler")
     fp32: bool = option(False, help="compute in float32 (the default on a machine without a GPU)")
-    initial_loss_scale: float = option(2.0**16, help="first loss scale under --fp16", above=0)
-    min_loss_scale: float = option(1.0, help="smallest loss scale under --fp16", above=0)
-    loss_scale_window: int = option(1000, help="steps without overflow before the loss scale doubles", minimum=1)
+    initial_loss_scale: float = option(2.0**16, help="first loss scale under --fp16", above=0, acts_with="fp16")
+    min_loss_scale: float = option(1.0, help="smallest loss scale under --fp16", above=0, acts_with="fp16")
+    loss_scale_window: int = option(
+        1000, help="steps without overflow before the loss scale doubles", minimum=1, acts_with="fp16"
+    )
 
     # optimizer
     lr: float = option(1e-6, help="peak learning rate", minimum=0)

@@ -24,4 +24,6 @@ class FsdpConfig(TrainConfig):
             found.append(
                 "--fsdp-cpu-offload already keeps the optimizer on the host; give it or --optimizer-cpu-offload"
             )
+        if self.attention_backend == "varlen" and self.fp32:
+            found.append("--attention-backend varlen has no kernel for --fp32; give --bf16 or --fp16, or auto")
         return found

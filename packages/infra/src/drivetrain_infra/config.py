@@ -82,6 +82,6 @@ class TrackingConfig(OptionGroup):
     """Where metrics go beside metrics.jsonl."""
 
     use_wandb: bool = option(False, help="log to Weights & Biases too")
-    wandb_project: str = option("drivetrain", help="W&B project")
-    wandb_group: str | None = option(None, help="W&B group")
-    wandb_mode: str = option("online", help="W&B mode", choices=("online", "offline"))
+    wandb_project: str = option("drivetrain", help="W&B project", acts_with="use_wandb")
+    wandb_group: str | None = option(None, help="W&B group", acts_with="use_wandb")
+    wandb_mode: str = option("online", help="W&B mode", choices=("online", "offline"), acts_with="use_wandb")

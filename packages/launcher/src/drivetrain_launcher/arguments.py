@@ -7,11 +7,13 @@ imports an implementation, only specs.
 
 import argparse
 import difflib
+import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from importlib import resources
 from typing import Any, NoReturn
 
 from drivetrain_backend_api import (
@@ -72,8 +74,8 @@ SELECTORS: dict[str, tuple[PluginKind[Any], Option]] = {
 }
 """Field of `Surface` -> the kind of plugin, and the option that chooses it. These are resolved before all others."""
 
-FLAG_ONLY = {"recipe": "NAME", "config": "FILE", "print_config": None}
-"""What says where values come from, so that only the command line may say it; name -> metavar, None for a switch."""
+FLAG_ONLY = {"recipe": "NAME", "config": "FILE", "print_config": None, "dry_run": None}
+"""What only the command line may say: where values come from, and how far to go; name -> metavar, None for a switch."""
 
 
 class Spelling(StrEnum):
@@ -221,6 +223,12 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--print-config", action=_Collect, nargs=0, help="print every value and where it comes from, then stop"
+    )
+    parser.add_argument(
+        "--dry-run",
+        action=_Collect,
+        nargs=0,
+        help="check everything that can be checked without starting Ray, then stop",
     )
     for _, one in SELECTORS.values():
         parser.add_argument(one.flag, action=_Collect, metavar=one.metavar, help=_help_of(one))
@@ -392,6 +400,9 @@ def explain_stranger(spelling: Spelling, text: str, surface: Surface) -> str:
             f"{text} belongs to {kind.noun} {owner!r}, but this run uses {chosen!r}; "
             f"drop it, or choose {kind.flag} {owner}"
         )
+    if kind_and_owner := _not_installed_owner(name):
+        kind, owner = kind_and_owner
+        return f"{text} belongs to {kind.noun} {owner!r}, which is not installed; {kind.install_hint(owner)}"
     guess = _nearest(name, surface, spelling)
     hint = f"did you mean {guess}?" if guess else "`drivetrain train --help` lists all"
     return f"unknown {spelling.value} {text}; {hint}"
@@ -412,6 +423,23 @@ def _owners_of(name: str, surface: Surface) -> Iterator[tuple[PluginKind[Any], s
                 continue
             if any(Spelling.FLAG.write(name) in flags_of(one) for one in options(spec.config_class)):
                 yield kind, plugin, chosen
+
+
+def known_options() -> dict[str, list[str]]:
+    """Return the options that each official train backend declares beyond `TrainConfig`, installed or not."""
+    table: dict[str, list[str]] = json.loads(
+        resources.files("drivetrain_launcher").joinpath("known_backend_options.json").read_text("utf-8")
+    )
+    return table
+
+
+def _not_installed_owner(name: str) -> tuple[PluginKind[Any], str] | None:
+    """Find the official train backend that has an option and is not installed."""
+    present = installed(TRAIN_BACKENDS)
+    for backend, names in known_options().items():
+        if backend not in present and name.removeprefix("no_") in names:
+            return TRAIN_BACKENDS, backend
+    return None
 
 
 def _nearest(name: str, surface: Surface, spelling: Spelling) -> str | None:

@@ -35,9 +35,11 @@ class RolloutConfig(OptionGroup):
     rollout_top_k: int = option(0, help="sample among the k most likely tokens; 0 is off", minimum=0)
     rollout_stop: tuple[str, ...] = option((), help="strings that end a response")
     rollout_stop_token_ids: tuple[int, ...] = option((), help="token ids that end a response, beside the model's own")
-    reward: str = option("math", help="math, exact, or module:function")
+    reward: str = option("math", help="math, exact, or module:function", runs_code=True)
     reward_key: str | None = option(None, help="key of the reward where the function returns a table of numbers")
-    custom_generate: str | None = option(None, help="module:function that makes the response of each sample")
+    custom_generate: str | None = option(
+        None, help="module:function that makes the response of each sample", runs_code=True
+    )
     rollout_timeout: float = option(
         1800.0, help="deadline of one rollout, rewards included, in seconds", above=0, maximum=1e7
     )
@@ -49,10 +51,18 @@ class EvalConfig(OptionGroup):
 
     eval_interval: int | None = option(None, help="rollouts between evaluations", minimum=1)
     eval_prompt_data: str | None = option(None, help="held-out prompts, .jsonl or .parquet", metavar="FILE")
-    n_samples_per_eval_prompt: int = option(1, help="samples an evaluation prompt", minimum=1)
-    eval_max_response_len: int | None = option(None, help="most tokens a response (default: as in rollouts)", minimum=1)
-    eval_temperature: float = option(0.0, help="sampling temperature of evaluations; 0 is greedy", minimum=0)
-    skip_eval_before_train: bool = option(False, help="do not evaluate before the first rollout")
+    n_samples_per_eval_prompt: int = option(
+        1, help="samples an evaluation prompt", minimum=1, acts_with="eval_prompt_data"
+    )
+    eval_max_response_len: int | None = option(
+        None, help="most tokens a response (default: as in rollouts)", minimum=1, acts_with="eval_prompt_data"
+    )
+    eval_temperature: float = option(
+        0.0, help="sampling temperature of evaluations; 0 is greedy", minimum=0, acts_with="eval_prompt_data"
+    )
+    skip_eval_before_train: bool = option(
+        False, help="do not evaluate before the first rollout", acts_with="eval_prompt_data"
+    )
 
     def findings(self) -> list[str]:
         """Return what cannot work together."""

@@ -3,9 +3,10 @@
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -70,10 +71,19 @@ def run_train(request: Request) -> int:
         raise ConfigError(
             f"--save {folder.root}: holds a run that was interrupted; choose another folder, or remove it"
         )
-    try:
-        stages = prepare(request, folder, console)
-    except DataError as error:  # nothing is started yet, which is what the exit code of a ConfigError says
-        raise ConfigError(str(error)) from error
+    with ExitStack() as stack:
+        made = folder.root / "made"
+        if request.dry_run:
+            made = Path(stack.enter_context(TemporaryDirectory(prefix="drivetrain-")))
+        try:
+            stages = prepare(request, folder, console, made=made)
+        except DataError as error:  # nothing is started yet, which is what the exit code of a ConfigError says
+            raise ConfigError(str(error)) from error
+    if request.dry_run:
+        console.print("everything that can be checked is right; nothing was started")
+        return 0
+    for stage in stages:
+        stage.folder.create(config_values(stage.config))
 
     from drivetrain_launcher.factory import start_cluster
 
@@ -90,9 +100,8 @@ def run_train(request: Request) -> int:
     return 0
 
 
-def prepare(request: Request, folder: RunFolder, console: Console) -> list[PreparedStage]:
-    """Make what a recipe needs, then check and read everything; returns the stages in order."""
-    made = folder.root / "made"
+def prepare(request: Request, folder: RunFolder, console: Console, *, made: Path) -> list[PreparedStage]:
+    """Make what a recipe needs in the folder `made`, check and read everything; returns the stages in order."""
     maker = _MAKERS[request.recipe.make] if request.recipe and request.recipe.make else None
     values = maker.options(made) if maker else {}
     config = build_config(request, made=values)
@@ -124,7 +133,7 @@ def prepare_stage(
     title: str,
     start_from: DrivetrainConfig | None = None,
 ) -> PreparedStage:
-    """Check one stage, read its data, and make its folder.
+    """Check one stage and read its data.
 
     Args:
         config: what is checked now.
@@ -150,7 +159,6 @@ def prepare_stage(
     if _computes_in_fp32_by_default(config):
         console.print(f"{title}: no GPU here, so computing in fp32, which CPUs do many times faster than bf16")
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, fp32=True))
-    folder.create(config_values(config))
     return PreparedStage(
         title=title,
         config=config,

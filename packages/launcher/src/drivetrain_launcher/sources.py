@@ -44,6 +44,9 @@ class Setting:
     finding: str = ""
 
 
+_FLAG = "flag"
+"""The source of what the command line sets."""
+
 Layer = Mapping[str, Setting]
 """Everything that one source sets: option name -> setting."""
 
@@ -93,6 +96,7 @@ class Request:
         recipe_layer: what the recipe sets.
         user_layers: file, environment, flags; later ones win.
         print_config: show the configuration instead of running it.
+        dry_run: check everything, start nothing.
     """
 
     surface: Surface
@@ -101,6 +105,7 @@ class Request:
     user_layers: tuple[Layer, ...]
     warmup: Warmup | None
     print_config: bool
+    dry_run: bool
 
     @property
     def save(self) -> Path:
@@ -234,8 +239,41 @@ def _environment_layer(surface: Surface, environ: Mapping[str, str]) -> tuple[La
 def _flag_layer(surface: Surface, argv: Sequence[str]) -> tuple[Layer, list[str]]:
     texts, strangers = parse_flags(surface, argv)
     written = {Spelling.FLAG.write(name): each for name, each in texts.items()}
-    layer, _ = _layer(surface, Spelling.FLAG, written, convert_text, lambda _: "flag")
+    layer, _ = _layer(surface, Spelling.FLAG, written, convert_text, lambda _: _FLAG)
     return layer, strangers
+
+
+def _where(setting: Setting) -> str:
+    return "" if setting.source == _FLAG else f" (in {setting.source})"
+
+
+def _code_findings(surface: Surface, settings: Layer) -> list[str]:
+    """Refuse values that run code, unless the command line gives them: who writes a file must not choose what runs."""
+    findings = []
+    for name, setting in settings.items():
+        one = surface.options[name]
+        if setting.source != _FLAG and one.names_code(setting.value):
+            word = one.flag if one.type is bool else f"{one.flag} {setting.value}"
+            findings.append(
+                f"{word} runs code, so that only the command line may ask for it; add {word}{_where(setting)}"
+            )
+    return findings
+
+
+def _inert_findings(surface: Surface, settings: Layer, by_hand: Layer) -> list[str]:
+    """Refuse what was given for this run by hand, as flag or variable, and nothing would read.
+
+    Files are spared: they are kept for many runs, of which some switch a part off.
+    """
+    findings = []
+    for name in by_hand:
+        one = surface.options[name]
+        if one.acts_with is None or settings[name].value == one.default:
+            continue
+        other = surface.options[one.acts_with]
+        if not (settings[other.name].value if other.name in settings else other.default):
+            findings.append(f"{one.flag} acts only with {other.flag}; give both or neither{_where(settings[name])}")
+    return findings
 
 
 def _merge(layers: Sequence[Layer]) -> dict[str, Setting]:
@@ -264,6 +302,7 @@ class _Selection:
     file: str
     file_table: Mapping[str, Any]
     print_config: bool
+    dry_run: bool
 
 
 def _select(argv: Sequence[str], environ: Mapping[str, str], recipes: Traversable | None) -> _Selection:
@@ -276,6 +315,7 @@ def _select(argv: Sequence[str], environ: Mapping[str, str], recipes: Traversabl
         file=flags.get("config", ""),
         file_table=file_table,
         print_config="print_config" in flags,
+        dry_run="dry_run" in flags,
     )
 
 
@@ -310,7 +350,9 @@ def read_request(argv: Sequence[str], environ: Mapping[str, str], recipes: Trave
     findings += [one for _, strangers in readings for one in strangers]
     findings += [setting.finding for layer in layers for setting in layer.values() if setting.finding]
     settings = _merge(layers[:4])
+    findings += _code_findings(surface, settings)
     if recipe is None or recipe.make is None:  # else some values, on which others depend, are yet to be made
+        findings += _inert_findings(surface, settings, _merge(layers[2:4]))
         findings += _build_groups(surface, settings)[1]
     if findings:
         raise ConfigError("\n".join(dict.fromkeys(findings)))
@@ -321,6 +363,7 @@ def read_request(argv: Sequence[str], environ: Mapping[str, str], recipes: Trave
         user_layers=tuple(layers[1:4]),
         warmup=Warmup(surface=warmup_surface, layer=layers[4]) if warmup_surface else None,
         print_config=selection.print_config,
+        dry_run=selection.dry_run,
     )
 
 
@@ -384,6 +427,8 @@ def build_config(
         ]
     settings = _merge([*layers, *last, _made_layer(surface, overrides or {}, source)])
     groups, findings = _build_groups(surface, settings)
+    if stage is Stage.MAIN:  # a warm-up is not what the flags were given for
+        findings = _inert_findings(surface, settings, _merge(request.user_layers[1:])) + findings
     if findings:
         raise ConfigError("\n".join(findings))
     return DrivetrainConfig(

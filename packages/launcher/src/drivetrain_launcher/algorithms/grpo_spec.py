@@ -18,9 +18,11 @@ class GrpoConfig(OptionGroup):
         None, help="the policy ratio is clipped above 1 + this (default: --eps-clip)", above=0
     )
     use_kl_loss: bool = option(False, help="add the KL divergence from the reference of --ref-load to the loss")
-    kl_loss_coef: float = option(0.001, help="factor of the KL loss, with --use-kl-loss", minimum=0)
+    kl_loss_coef: float = option(
+        0.001, help="factor of the KL loss, with --use-kl-loss", minimum=0, acts_with="use_kl_loss"
+    )
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = option(
-        "low_var_kl", help="estimator of the KL loss; low_var_kl is k3 bounded at 10 a token"
+        "low_var_kl", help="estimator of the KL loss; low_var_kl is k3 bounded at 10 a token", acts_with="use_kl_loss"
     )
     entropy_coef: float = option(0.0, help="factor of the entropy bonus", minimum=0)
     calculate_per_token_loss: bool = option(
@@ -32,8 +34,8 @@ class GrpoConfig(OptionGroup):
     use_tis: bool = option(
         False, help="correct for the mismatch of engine and trainer by truncated importance sampling"
     )
-    tis_clip: float = option(2.0, help="largest importance weight, with --use-tis", above=0)
-    tis_clip_low: float = option(0.0, help="smallest importance weight, with --use-tis", minimum=0)
+    tis_clip: float = option(2.0, help="largest importance weight, with --use-tis", above=0, acts_with="use_tis")
+    tis_clip_low: float = option(0.0, help="smallest importance weight, with --use-tis", minimum=0, acts_with="use_tis")
 
     def findings(self) -> list[str]:
         """Return what cannot work together."""
