@@ -177,7 +177,7 @@ def _tokenizer(config: DrivetrainConfig) -> "PreTrainedTokenizerBase":
     folder, trust = config.train.hf_checkpoint, config.train.trust_remote_code
     for what, loader in (("config.json", AutoConfig), ("the tokenizer", AutoTokenizer)):
         try:
-            loaded = loader.from_pretrained(folder, trust_remote_code=trust)
+            loaded = loader.from_pretrained(folder, trust_remote_code=trust, local_files_only=True)
         except Exception as error:  # transformers raises whatever its many loaders do
             reason = " ".join(str(error).split())
             raise DataError(

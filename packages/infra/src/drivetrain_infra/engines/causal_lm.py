@@ -92,7 +92,12 @@ def load_causal_lm(folder: str, *, device: str, dtype: torch.dtype, trust_remote
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
         model, found = library.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, trust_remote_code=trust_remote_code, local_files_only=True, output_loading_info=True
+            folder,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+            use_safetensors=True,  # never a pickle
+            output_loading_info=True,
         )
     except Exception as error:  # whatever a broken folder makes the loader raise
         raise DataError(
