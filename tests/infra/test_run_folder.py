@@ -1,11 +1,15 @@
 """The run folder: a checkpoint is complete or absent, and `latest` never names one that is not there."""
 
 import json
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from drivetrain_backend_api import ConfigError, DataError
+from drivetrain_backend_api import ConfigError, DataError, DrivetrainError
 from drivetrain_infra.run_folder import RunFolder, resolve_checkpoint, write_atomically
 
 
@@ -17,8 +21,30 @@ def run(tmp_path: Path) -> RunFolder:
 
 
 def commit(run: RunFolder, rollouts: int, content: str) -> Path:
-    (run.begin_checkpoint(rollouts) / "weights").write_text(content)
-    return run.commit_checkpoint(rollouts)
+    with run.new_checkpoint(rollouts) as folder:
+        (folder / "weights").write_text(content)
+    return run.checkpoint(rollouts)
+
+
+def save_and_raise(run: RunFolder, cause: BaseException) -> None:
+    with run.new_checkpoint(4) as folder:
+        (folder / "weights").write_text("half")
+        raise cause
+
+
+@contextmanager
+def files_no_longer_than(nbytes: int) -> Iterator[None]:
+    """A real limit of the system, at which writing fails as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def files(run: RunFolder) -> list[str]:
+    return sorted(path.name for path in run.root.iterdir())
 
 
 def test_a_new_run_has_its_configuration(run: RunFolder) -> None:
@@ -46,24 +72,110 @@ def test_latest_names_the_newest_committed_checkpoint(run: RunFolder) -> None:
     assert (newest / "weights").read_text() == "twelve"
 
 
-def test_an_uncommitted_checkpoint_is_not_one(run: RunFolder) -> None:
+def test_a_checkpoint_is_not_there_until_it_is_whole(run: RunFolder) -> None:
     committed = commit(run, 3, "three")
-    (run.begin_checkpoint(4) / "weights").write_text("half")
-    assert run.latest() == committed
-    assert not run.checkpoint(4).exists()
+    with run.new_checkpoint(4) as folder:
+        (folder / "weights").write_text("half")
+        assert run.latest() == committed
+        assert not run.checkpoint(4).exists()
+    assert run.latest() == run.checkpoint(4)
 
 
-def test_what_an_interrupted_save_left_is_not_mixed_into_the_next(run: RunFolder) -> None:
-    (run.begin_checkpoint(4) / "stale").write_text("half")
+def test_what_a_killed_save_left_is_not_mixed_into_the_next(run: RunFolder) -> None:
+    stale = run.root / "iter_0000004.partial"
+    stale.mkdir()
+    (stale / "stale").write_text("half")
     commit(run, 4, "whole")
     assert [path.name for path in run.checkpoint(4).iterdir()] == ["weights"]
+    assert not stale.exists()
 
 
 def test_a_checkpoint_that_was_written_elsewhere_is_not_committed(run: RunFolder) -> None:
-    run.begin_checkpoint(4)
-    with pytest.raises(DataError, match="all nodes share"):
-        run.commit_checkpoint(4)
-    assert not run.checkpoint(4).exists()
+    with pytest.raises(DataError, match="all nodes share"), run.new_checkpoint(4):
+        pass
+    assert files(run) == ["config.json"]
+
+
+@pytest.mark.parametrize("cause", [DrivetrainError("rank 1 died"), ValueError("wrong shape"), KeyboardInterrupt()])
+def test_a_save_that_fails_leaves_what_was_durable_and_nothing_half_written(
+    run: RunFolder, cause: BaseException
+) -> None:
+    committed = commit(run, 3, "three")
+    before = files(run)
+    with pytest.raises(type(cause)) as caught:
+        save_and_raise(run, cause)
+    assert caught.value is cause
+    assert files(run) == before
+    assert run.latest() == committed
+
+
+@pytest.mark.parametrize(
+    ("cause", "reason"),
+    [
+        (OSError(28, "No space left on device", "x"), "No space left on device"),
+        # the messages of safetensors and of PyTorch's writer on a full tmpfs, as a train worker's error carries them
+        (
+            DrivetrainError(
+                "saving x: train rank 0 failed: SafetensorError: I/O error: No space left on device (os 28)"
+            ),
+            "No space left on device",
+        ),
+        (
+            DrivetrainError("rank 0: RuntimeError: [enforce fail at inline_container.cc:671] . unexpected pos 7 vs 5"),
+            "PyTorch could not write a file to its end",
+        ),
+    ],
+)
+def test_a_full_disk_is_told_apart_from_other_failures(run: RunFolder, cause: Exception, reason: str) -> None:
+    with pytest.raises(DrivetrainError) as caught:
+        save_and_raise(run, cause)
+    assert str(caught.value) == (
+        f"--save {run.root}: checkpoint iter_0000004 could not be written ({reason}); make room there, or choose "
+        "another --save"
+    )
+    assert caught.value.__cause__ is cause
+
+
+def test_a_disk_that_is_full_for_the_checkpoints_files(run: RunFolder) -> None:
+    commit(run, 3, "three")
+    before = files(run)
+    with (
+        pytest.raises(DrivetrainError, match=r"iter_0000004 could not be written \(File too large\)"),
+        run.new_checkpoint(4) as folder,
+        files_no_longer_than(64),
+    ):
+        (folder / "weights").write_bytes(b"x" * 65)
+    assert files(run) == before
+
+
+def test_a_disk_that_is_full_for_the_pointer_leaves_the_old_one(run: RunFolder) -> None:
+    committed = commit(run, 3, "three")
+    with (
+        files_no_longer_than(10),
+        pytest.raises(DrivetrainError, match=r"File too large"),
+        run.new_checkpoint(4) as folder,
+    ):
+        (folder / "weights").write_text("four")
+    assert run.latest() == committed
+    assert not list(run.root.glob(".*"))
+    assert not list(run.root.glob("*.partial"))
+
+
+def test_a_run_folder_that_was_removed_is_not_made_again(run: RunFolder) -> None:
+    commit(run, 3, "three")
+    shutil.rmtree(run.root)
+    with pytest.raises(DrivetrainError, match=r"--save .*/run: the folder is gone"), run.new_checkpoint(4):
+        raise AssertionError
+    assert not run.root.exists()
+
+
+def test_a_run_folder_that_is_removed_during_a_save_is_named(run: RunFolder) -> None:
+    with (
+        pytest.raises(DrivetrainError, match=r"--save .*/run: the folder is gone, so checkpoint iter_0000004"),
+        run.new_checkpoint(4),
+    ):
+        shutil.rmtree(run.root)  # then committing finds nothing
+    assert not run.root.exists()
 
 
 def test_no_checkpoint_is_said_plainly(run: RunFolder) -> None:

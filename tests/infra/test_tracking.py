@@ -1,10 +1,13 @@
 """Trackers write what they are given, where others can read it."""
 
 import json
+import resource
+import shutil
 from pathlib import Path
 
 import pytest
 
+from drivetrain_backend_api import DrivetrainError
 from drivetrain_infra.config import TrackingConfig
 from drivetrain_infra.tracking.base import Trackers
 from drivetrain_infra.tracking.jsonl import JsonlTracker, read_metrics
@@ -35,6 +38,72 @@ def test_several_trackers_get_the_same(tmp_path: Path) -> None:
     trackers.log(3, {"x": 1.0})
     trackers.close()
     assert read_metrics(paths[0]) == read_metrics(paths[1]) == [{"rollout_id": 3, "x": 1.0}]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_run_folder_that_was_removed_is_noticed_at_the_next_line(tmp_path: Path, replaced: bool) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    tracker = JsonlTracker(folder / "metrics.jsonl")
+    tracker.log(0, {"x": 1.0})
+    shutil.rmtree(folder)
+    if replaced:
+        folder.mkdir()
+        (folder / "metrics.jsonl").touch()
+    named = folder / "metrics.jsonl" if replaced else folder
+    with pytest.raises(DrivetrainError, match=f"because {named} was removed or replaced while the run went on"):
+        tracker.log(1, {"x": 1.0})
+    tracker.close()
+    assert folder.exists() is replaced
+
+
+def test_a_line_that_does_not_fit_on_the_disk_is_not_there_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tracker = JsonlTracker(path)
+    tracker.log(0, {"x": 1.0})
+    whole = path.read_bytes()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 5, before[1]))
+    try:
+        with pytest.raises(DrivetrainError, match=r"metrics.jsonl: metrics cannot be written \(File too large\)"):
+            tracker.log(1, {"x": 2.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_bytes() == whole
+    tracker.log(1, {"x": 2.0})
+    tracker.close()
+    assert [row["rollout_id"] for row in read_metrics(path)] == [0, 1]
+
+
+def test_a_full_disk_is_named_with_its_file() -> None:
+    tracker = JsonlTracker(Path("/dev/full"))
+    with pytest.raises(
+        DrivetrainError, match=r"/dev/full: metrics cannot be written \(No space left on device\); make room"
+    ):
+        tracker.log(0, {"x": 1.0})
+    tracker.close()
+
+
+def test_a_tracker_that_cannot_close_does_not_keep_the_others_open(tmp_path: Path) -> None:
+    class Stuck:
+        def log(self, rollout_id: int, metrics: object) -> None: ...
+
+        def close(self) -> None:
+            raise OSError("no network")
+
+    last = JsonlTracker(tmp_path / "metrics.jsonl")
+    with pytest.raises(OSError, match="no network"):
+        Trackers([Stuck(), last]).close()
+    with pytest.raises(ValueError, match="closed file"):
+        last.log(0, {})
+
+
+@pytest.mark.slow
+def test_wandb_without_a_login_names_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # no .netrc
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    with pytest.raises(DrivetrainError, match=r"--use-wandb: W&B did not start .*or give --wandb-mode offline"):
+        WandbTracker(TrackingConfig(use_wandb=True), tmp_path, {"lr": 0.5})
 
 
 @pytest.mark.slow

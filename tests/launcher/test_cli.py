@@ -1,12 +1,17 @@
 import json
 import os
+import resource
+import shlex
 import subprocess
 import sys
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from drivetrain_backend_api import ConfigError, DrivetrainError
+from drivetrain_infra.run_folder import RunFolder
 from drivetrain_launcher.cli import main, write_traceback
 
 HEAVY = {"torch", "ray", "transformers", "pydantic"}
@@ -105,15 +110,123 @@ def test_recipes_lists_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("quickstart: ")
 
 
-def test_a_traceback_goes_to_the_run_folder_or_else_to_a_temporary_one(tmp_path: Path) -> None:
-    error = ValueError("broken \udcff")
-    log = write_traceback(error, tmp_path / "runs" / "one")
-    assert log.parent == tmp_path / "runs" / "one"
-    assert log.read_text("utf-8") == "ValueError: broken \\udcff\n"
-    (tmp_path / "file").touch()
-    elsewhere = write_traceback(error, tmp_path / "file")
-    assert elsewhere.parent != tmp_path / "file"
-    assert elsewhere.read_text("utf-8") == "ValueError: broken \\udcff\n"
+def test_a_traceback_goes_to_the_run_folder(tmp_path: Path) -> None:
+    log = write_traceback(ValueError("broken \udcff \x1b[36min colour\x1b[39m"), tmp_path)
+    assert log.parent == tmp_path
+    assert log.read_text("utf-8") == "ValueError: broken \\udcff in colour\n"
+
+
+def test_a_traceback_that_the_run_folder_cannot_take_goes_to_a_temporary_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    gone, full = tmp_path / "gone", tmp_path / "full"
+    full.mkdir()
+    assert write_traceback(ValueError("broken"), gone).is_relative_to(tmp_path / "tmp")
+    assert not gone.exists()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):  # the temporary folder is full too
+            write_traceback(ValueError("broken"), full)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(full.iterdir()) == []
+
+
+class ChainedError(DrivetrainError):
+    """An error as a failed call on a train worker raises it."""
+
+
+def fail(request: object) -> int:
+    try:
+        raise RuntimeError("pages\nof text")
+    except RuntimeError as cause:
+        raise ChainedError("rank 0 failed: pages\nof text") from cause
+
+
+WORDS = ["train", "--train-backend", "fsdp", "--hf-checkpoint", "M", "--prompt-data", "P", "--num-rollout", "3"]
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_run_that_fails_says_where_its_traceback_and_its_newest_checkpoint_are(
+    saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tmp_path / "a run")
+    folder.create({})
+    if saved:
+        with folder.new_checkpoint(2) as checkpoint:
+            (checkpoint / "weights").touch()
+    monkeypatch.setattr("drivetrain_launcher.run.run_train", fail)
+    assert main([*WORDS, "--save", str(folder.root)]) == 1
+    first, second, *last = capsys.readouterr().err.splitlines()
+    assert first == "drivetrain: error: rank 0 failed: pages of text"
+    log = Path(second.removeprefix("drivetrain: error: the full traceback is in "))
+    assert log.parent == folder.root
+    assert "RuntimeError: pages\nof text" in log.read_text()
+    hint = (
+        f"drivetrain: the newest checkpoint is {folder.root}/iter_0000002; to go on from it, run the same command with "
+        f"--load '{folder.root}' --save NEW in place of its own"
+    )
+    assert last == ([hint] if saved else [])
+
+
+def test_a_refused_run_leaves_no_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(request: object) -> int:
+        raise ConfigError("--lr: too high\n--save: is full")
+
+    monkeypatch.setattr("drivetrain_launcher.run.run_train", refuse)
+    assert main([*WORDS, "--save", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "drivetrain: error: --lr: too high\ndrivetrain: error: --save: is full\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "unbuffered"),
+    [("--help", ""), ("--version", ""), *((w, u) for w in ("train --help", "backends --json") for u in ("", "1"))],
+)
+def test_a_full_standard_output_is_said_without_a_traceback(words: str, unbuffered: str) -> None:
+    done = redirected(">/dev/full", words, PYTHONUNBUFFERED=unbuffered)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "drivetrain: error: standard output cannot be written (No space left on device); make room, or send it "
+        "elsewhere\n",
+    )
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_pipe_that_its_reader_has_closed_ends_quietly(unbuffered: str) -> None:
+    done = redirected("| true; exit ${PIPESTATUS[0]}", "train --help", PYTHONUNBUFFERED=unbuffered)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize(("redirection", "code"), [("2>/dev/full", 2), ("2>&-", 2), (">&-", 2), (">&- 2>&-", 2)])
+def test_the_exit_code_says_it_where_nothing_can_be_printed(redirection: str, code: int) -> None:
+    done = redirected(redirection, "trian")
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr == (
+        "" if "2>" in redirection else "drivetrain: error: no command 'trian'; did you mean train?\n"
+    )
+
+
+def redirected(redirection: str, words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = f"{shlex.quote(sys.executable)} -m drivetrain_launcher.cli {words} {redirection}"
+    return subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=60, env={**os.environ, **variables}
+    )
+
+
+def test_a_thread_that_never_returns_does_not_keep_the_process() -> None:
+    code = (
+        "import threading, drivetrain_launcher.cli as cli\n"
+        "cli._LAST_SECONDS = 0.2\n"
+        "threading.Thread(target=threading.Event().wait).start()\n"
+        "cli._end_whatever_hangs(7)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 7
 
 
 def test_the_readme_shows_what_is_printed() -> None:

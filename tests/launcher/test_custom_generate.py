@@ -1,7 +1,11 @@
 """Custom generation: rounds batch the engine calls of all samples, and failures name the sample."""
 
 import asyncio
+import math
+import re
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +21,10 @@ from drivetrain_launcher.custom_generate import (
     run_custom_generate,
 )
 from drivetrain_launcher.data import Prompt
+from drivetrain_launcher.engine_pool import EngineCall
+from drivetrain_launcher.response_checks import ResponseLimits
+
+LIMITS = ResponseLimits(vocab_size=100, max_positions=12, max_tokens=10)
 
 
 class CountingEngine:
@@ -25,17 +33,23 @@ class CountingEngine:
     def __init__(self) -> None:
         self.batches: list[list[GenerateRequest]] = []
 
-    def __call__(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+    def __call__(
+        self, requests: Sequence[GenerateRequest], *, samples: Sequence[str], weight_version: int
+    ) -> list[Generation]:
         self.batches.append(list(requests))
+        self.samples = samples
         return [
             Generation(
-                token_ids=(len(one.prompt_ids),), log_probs=(-0.5,), finish_reason=FinishReason.STOP, weight_version=1
+                token_ids=(len(one.prompt_ids),),
+                log_probs=(-0.5,),
+                finish_reason=FinishReason.STOP,
+                weight_version=weight_version,
             )
             for one in requests
         ]
 
 
-def run(function: CustomGenerate, engine: CountingEngine, count: int = 3, seconds: float = 20) -> list[CustomResponse]:
+def run(function: CustomGenerate, engine: EngineCall, count: int = 3, seconds: float = 20) -> list[CustomResponse]:
     prompts = [
         Prompt(index=n, source=f"prompts.jsonl:{n + 1}", prompt_ids=tuple(range(n + 1)), text="") for n in range(count)
     ]
@@ -44,6 +58,8 @@ def run(function: CustomGenerate, engine: CountingEngine, count: int = 3, second
         prompts,
         name="mine:function",
         call=engine,
+        weight_version=1,
+        limits=LIMITS,
         tokenizer=None,  # type: ignore[arg-type]  # the functions below read none
         sampling=SamplingParams(),
         seeds=[(7, 0, n) for n in range(count)],
@@ -92,6 +108,7 @@ def test_samples_that_end_early_do_not_hold_the_others_up() -> None:
     responses = run(as_many_turns_as_index, engine, count=4)
     assert [len(one.token_ids) for one in responses] == [0, 1, 2, 3]
     assert [len(batch) for batch in engine.batches] == [3, 2, 1]
+    assert engine.samples == ["sample 3 (prompts.jsonl:4)"]
 
 
 def test_a_failure_names_function_and_sample() -> None:
@@ -106,37 +123,100 @@ def test_a_failure_names_function_and_sample() -> None:
         run(fails_on_one, CountingEngine())
 
 
+def respond(*token_ids: object, mask: object = 1, log_prob: object = -0.5) -> CustomResponse:
+    count = len(token_ids)
+    return CustomResponse(token_ids=token_ids, loss_mask=[mask] * count, log_probs=[log_prob] * count)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("response", "complaint"),
     [
         (CustomResponse(token_ids=[1, 2], loss_mask=[1], log_probs=[0.0]), "must be equally many"),
-        (CustomResponse(token_ids=[1], loss_mask=[2], log_probs=[0.0]), "values other than 0 and 1"),
-        (None, "returned a NoneType"),
+        (respond(1, mask=2), "a loss_mask with values other than 0 and 1"),
+        (None, "a NoneType; it must return a CustomResponse"),
+        (CustomResponse(token_ids=None, loss_mask=[], log_probs=[]), "token_ids of type NoneType"),  # type: ignore[arg-type]
+        (CustomResponse(token_ids=[], loss_mask=[], log_probs=[], status="done"), "status 'done'; it must be a Sampl"),  # type: ignore[arg-type]
+        (respond(1, 100), "token id 100, beyond the model's vocabulary of 100"),
+        (respond(1, -1), "token id -1, which is negative"),
+        (respond("a"), "token_ids of str instead of ints"),
+        (respond(1, log_prob=math.nan), "log-prob nan for token 0, which is not finite"),
+        (respond(1, log_prob=1.0), "log-prob 1, which is above 0"),
+        (respond(*range(10)), "10 tokens, which make 11 with the prompt's 1, more than --max-tokens-per-gpu 10"),
+        (respond(*range(12)), "12 tokens, which make 13 with the prompt's 1, more than the 12 positions"),
     ],
 )
-def test_malformed_responses_are_refused(response: CustomResponse, complaint: str) -> None:
+def test_malformed_responses_are_refused_by_sample(response: CustomResponse, complaint: str) -> None:
     async def malformed(prompt: Prompt, engine: Engine, tokenizer: object) -> CustomResponse:
         return response
 
-    with pytest.raises(DataError, match=complaint):
+    where = "--custom-generate mine:function on sample 0 (prompts.jsonl:1) returned "
+    with pytest.raises(DataError, match=re.escape(where) + ".*" + re.escape(complaint)):
         run(malformed, CountingEngine())
 
 
-def test_a_function_that_hangs_ends_at_the_deadline() -> None:
-    async def hangs(prompt: Prompt, engine: Engine, tokenizer: object) -> CustomResponse:
-        await asyncio.sleep(3600)
+def test_where_the_mask_is_off_any_log_prob_is_taken() -> None:
+    async def tool_only(prompt: Prompt, engine: Engine, tokenizer: object) -> CustomResponse:
+        return respond(5, mask=0, log_prob=math.nan)
+
+    assert [one.log_probs for one in run(tool_only, CountingEngine())] == [(0.0,)] * 3
+
+
+@pytest.mark.parametrize(
+    ("tokens", "complaint"), [([], "no token_ids at all"), ([1, 100], "token id 100, beyond"), (["a"], "token_ids of")]
+)
+def test_what_the_engine_cannot_continue_never_reaches_it(tokens: list[int], complaint: str) -> None:
+    async def asks(prompt: Prompt, engine: Engine, tokenizer: object) -> CustomResponse:
+        await engine.generate(tokens)
         raise AssertionError
 
-    with pytest.raises(DrivetrainError, match=r"did not finish 3 samples within --rollout-timeout 0\.2 s"):
-        run(hangs, CountingEngine(), seconds=0.2)
+    engine = CountingEngine()
+    with pytest.raises(DataError, match=rf"on sample 0 \(prompts.jsonl:1\) asked the engine to continue {complaint}"):
+        run(asks, engine)
+    assert engine.batches == []
+
+
+def test_a_function_that_ends_the_process_is_a_failure_of_its_sample() -> None:
+    async def leaves(prompt: Prompt, engine: Engine, tokenizer: object) -> CustomResponse:
+        raise SystemExit(0)
+
+    with pytest.raises(DataError, match=r"on sample 0 \(prompts.jsonl:1\) failed: SystemExit: 0"):
+        run(leaves, CountingEngine())
+
+
+async def waits(prompt: Prompt, engine: Engine, tokenizer: object) -> CustomResponse:
+    if prompt.index:
+        await asyncio.sleep(3600)
+    return respond(1)
+
+
+async def blocks(prompt: Prompt, engine: Engine, tokenizer: object) -> CustomResponse:
+    if prompt.index:
+        time.sleep(60)  # nothing can end it: the event loop itself stands still
+    return respond(1)
+
+
+async def refuses_to_be_cancelled(prompt: Prompt, engine: Engine, tokenizer: object) -> CustomResponse:
+    while prompt.index:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(3600)
+    return respond(1)
+
+
+@pytest.mark.parametrize("function", [waits, blocks, refuses_to_be_cancelled])
+def test_a_function_that_hangs_ends_at_the_deadline(function: CustomGenerate) -> None:
+    with pytest.raises(
+        DrivetrainError,
+        match=r"did not finish sample 1 \(prompts.jsonl:2\) and 1 others within --rollout-timeout 0\.2 s; repair it",
+    ):
+        run(function, CountingEngine(), seconds=0.2)
 
 
 def test_an_engine_failure_reaches_the_caller() -> None:
-    def broken(requests: Sequence[GenerateRequest]) -> list[Generation]:
+    def broken(requests: Sequence[GenerateRequest], *, samples: Sequence[str], weight_version: int) -> list[Generation]:
         raise DrivetrainError("engine 0 died")
 
     with pytest.raises(DrivetrainError, match="engine 0 died"):
-        run(two_turns_with_a_tool, broken)  # type: ignore[arg-type]
+        run(two_turns_with_a_tool, broken)
 
 
 def test_only_async_functions_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

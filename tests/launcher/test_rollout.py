@@ -1,6 +1,8 @@
 """Rollouts with the real engine in this process: seeds, alignment of columns, rewards and metrics."""
 
+import math
 import threading
+import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +13,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from drivetrain_backend_api import DataError, DrivetrainError, load_implementation, load_spec
 from drivetrain_backend_api.batch import SampleStatus
-from drivetrain_infra.engines.base import ROLLOUT_ENGINES, EngineSettings, GenerateRequest, Generation, SamplingParams
+from drivetrain_infra.engines.base import (
+    ROLLOUT_ENGINES,
+    EngineSettings,
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    SamplingParams,
+)
 from drivetrain_launcher.config import DataConfig
 from drivetrain_launcher.data import Prompt, PromptDataset
 from drivetrain_launcher.recipes import arithmetic
+from drivetrain_launcher.response_checks import ResponseLimits, check_generations
 from drivetrain_launcher.rewards import Reward, RewardInput, load_reward
 from drivetrain_launcher.rollout import Generator, labelled_rollout
 
@@ -41,12 +51,24 @@ def generator(sums: Path) -> Generator:
         )
     )
     engine.start()
+
+    def call(requests: Sequence[GenerateRequest], *, samples: Sequence[str], weight_version: int) -> list[Generation]:
+        engine.weight_version = weight_version  # the loop has synced it
+        return check_generations(
+            "engine-0",
+            requests,
+            engine.generate(requests),
+            samples=samples,
+            weight_version=weight_version,
+            vocab_size=None,
+        )
+
     return Generator(
-        call=engine.generate,
-        weight_version=lambda: engine.weight_version,
+        call=call,
         tokenizer=AutoTokenizer.from_pretrained(sums / "model"),
         reward=load_reward("math"),
         custom_generate=None,
+        limits=ResponseLimits(),
         seed=7,
         seconds=60,
     )
@@ -116,12 +138,23 @@ def test_reward_sees_the_response_and_metrics_add_up(generator: Generator, promp
     assert rollout.metrics["truncated"] == float((statuses == int(SampleStatus.TRUNCATED)).double().mean())
 
 
-def test_an_engine_whose_shapes_disagree_is_refused(generator: Generator, prompts: Sequence[Prompt]) -> None:
-    def short(requests: Sequence[GenerateRequest]) -> list[Generation]:
-        return [replace(one, log_probs=one.log_probs[:-1]) for one in generator.call(requests)]
+def test_the_engines_serve_the_weights_that_the_rollout_before_made(
+    generator: Generator, prompts: Sequence[Prompt]
+) -> None:
+    batch = generator.generate(3, prompts, samples_per_prompt=2, sampling=SAMPLING).batch
+    assert batch.per_sample["weight_version"].tolist() == [4] * 12
 
-    with pytest.raises(DataError, match=r"for sample 0 \(.*train.jsonl:1\)"):
-        replace(generator, call=short).generate(0, prompts, samples_per_prompt=2, sampling=SAMPLING)
+
+def test_responses_without_tokens_make_a_rollout(generator: Generator, prompts: Sequence[Prompt]) -> None:
+    def silent(requests: Sequence[GenerateRequest], *, samples: Sequence[str], weight_version: int) -> list[Generation]:
+        return [
+            Generation(token_ids=(), log_probs=(), finish_reason=FinishReason.STOP, weight_version=weight_version)
+            for _ in requests
+        ]
+
+    rollout = replace(generator, call=silent).generate(0, prompts, samples_per_prompt=2, sampling=SAMPLING)
+    assert rollout.batch.response_lengths.tolist() == [0] * 12
+    assert all(math.isfinite(value) for value in rollout.metrics.values())
 
 
 def test_labelled_rollouts_count_every_response_token() -> None:
@@ -137,5 +170,19 @@ def test_a_reward_that_never_returns_is_named_at_the_deadline(generator: Generat
         return 0.0
 
     hanging = replace(generator, reward=Reward(name="my:hangs", function=hangs), seconds=5.0)
-    with pytest.raises(DrivetrainError, match="--reward my:hangs did not return for sample 3"):
+    with pytest.raises(DrivetrainError, match="--reward my:hangs did not return for sample 3") as caught:
         hanging.generate(0, prompts, samples_per_prompt=2, sampling=SAMPLING)
+    # the log shows the line that hangs
+    assert "threading.Event().wait()" in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize("value", [1e300, -1e31, math.nan, "0.5", None])
+def test_a_reward_that_is_no_number_to_train_on_is_refused_by_sample(
+    generator: Generator, prompts: Sequence[Prompt], value: object
+) -> None:
+    def broken(sample: RewardInput) -> float:
+        return value if sample.index == 3 else 0.0  # type: ignore[return-value]
+
+    rewarded = replace(generator, reward=Reward(name="my:broken", function=broken))
+    with pytest.raises(DataError, match=r"--reward my:broken on sample 3 .* returned "):
+        rewarded.generate(0, prompts, samples_per_prompt=2, sampling=SAMPLING)

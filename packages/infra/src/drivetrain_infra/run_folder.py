@@ -4,18 +4,27 @@ A checkpoint is complete or absent: it is written into a folder of another name,
 newest durable one and is written last. A backend reads and writes only inside the folder it is given.
 """
 
+import errno
 import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from drivetrain_backend_api import ConfigError, DataError
+from drivetrain_backend_api import ConfigError, DataError, DrivetrainError
 
 _CHECKPOINT = re.compile(r"iter_(\d{7,})")
 _PARTIAL_SUFFIX = ".partial"
+
+_STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
+_STORAGE_TROUBLE = re.compile("|".join(re.escape(os.strerror(one)) for one in _STORAGE_ERRORS), re.IGNORECASE)
+"""What the message of a backend says when it is the file system that failed."""
+
+_TORCH_WRITER = "inline_container"
+"""Names PyTorch's file writer, whose messages leave the system's reason out: "unexpected pos 704 vs 598"."""
 
 
 class RunFolder:
@@ -61,20 +70,29 @@ class RunFolder:
         """Path of the checkpoint after which `next_rollout_id` comes next."""
         return self.root / f"iter_{next_rollout_id:07d}"
 
-    def begin_checkpoint(self, next_rollout_id: int) -> Path:
-        """Make and return the empty folder that a backend writes into."""
-        aside = self._aside(next_rollout_id)
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        return aside
+    @contextmanager
+    def new_checkpoint(self, next_rollout_id: int) -> Iterator[Path]:
+        """Yield the empty folder that a backend writes into; at the end make it durable, then name it in `latest`.
 
-    def commit_checkpoint(self, next_rollout_id: int) -> Path:
-        """Make a fully written checkpoint durable, then name it in `latest`.
+        Whatever fails, older checkpoints and `latest` stay as they were, and what was half written is removed.
 
         Raises:
             DataError: the backend wrote nothing into the folder.
+            DrivetrainError: the file system failed, or the run folder is gone; what else the block raises passes.
         """
         aside, final = self._aside(next_rollout_id), self.checkpoint(next_rollout_id)
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir()  # not its parents: a run folder that is gone took the run's metrics with it
+            yield aside
+            self._commit(aside, final)
+        except BaseException as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            if sentence := self._storage_failure(error, final):
+                raise DrivetrainError(sentence) from error
+            raise
+
+    def _commit(self, aside: Path, final: Path) -> None:
         if not any(aside.iterdir()):
             raise DataError(
                 f"{aside} is empty though the train workers wrote a checkpoint; --save must be a folder on a file "
@@ -88,7 +106,29 @@ class RunFolder:
         aside.rename(final)
         _sync(self.root)
         write_atomically(self._latest, final.name + "\n")
-        return final
+
+    def _storage_failure(self, error: BaseException, final: Path) -> str | None:
+        """Return the sentence for an error that lies with the run folder's file system, None for any other."""
+        if not isinstance(error, Exception):
+            return None
+        if not os.path.isdir(self.root):  # which, unlike Path.is_dir, never raises
+            return (
+                f"--save {self.root}: the folder is gone, so checkpoint {final.name} cannot be written; start again "
+                "with a folder that nothing removes"
+            )
+        text = str(error)
+        if said := _STORAGE_TROUBLE.search(text):
+            reason = said[0]
+        elif isinstance(error, OSError):
+            reason = text
+        elif _TORCH_WRITER in text:
+            reason = "PyTorch could not write a file to its end"
+        else:
+            return None
+        return (
+            f"--save {self.root}: checkpoint {final.name} could not be written ({reason}); make room there, or choose "
+            "another --save"
+        )
 
     def latest(self) -> Path:
         """Return the newest durable checkpoint.
@@ -133,11 +173,16 @@ def resolve_checkpoint(path: Path, *, what: str = "--load") -> Path:
 def write_atomically(path: Path, text: str) -> None:
     """Replace a small text file so that a reader sees the old or the new content, never a part."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with aside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    try:
+        with aside.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            aside.unlink()
+        raise
     _sync(path.parent)
 
 

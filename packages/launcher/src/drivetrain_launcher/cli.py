@@ -5,17 +5,22 @@ What a subcommand needs is imported when it runs, so that `--help` and `backends
 
 import argparse
 import os
+import re
+import shlex
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
+from typing import TextIO
 
-from drivetrain_backend_api import ConfigError, DiscoveryError, DrivetrainError
+from drivetrain_backend_api import ConfigError, DataError, DiscoveryError, DrivetrainError
 from drivetrain_launcher.arguments import StrictParser
 from drivetrain_launcher.export import DTYPES
 
@@ -24,9 +29,19 @@ FAILED = 1
 INTERRUPTED = 130
 TERMINATED = 143
 
+_LONGEST_SENTENCE = 1500
+"""Characters of an error on the screen; a user's exception may carry pages, which are in the log."""
+
+_LAST_SECONDS = 10.0
+"""What threads of a user's code have to end in, once everything else has."""
+
 
 class Terminated(BaseException):
     """SIGTERM came. Passes through everything that handles errors, so that what was started is ended on the way."""
+
+
+class OutputError(Exception):
+    """Standard output cannot be written; the reason is chained."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,19 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _require_folder()
         # the flags of `train` depend on plugins that it chooses itself, so its words are not parsed here
-        return _train(arguments[1:]) if arguments[:1] == ["train"] else _other(arguments)
-    except KeyboardInterrupt:
-        print("drivetrain: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except Terminated:
-        print("drivetrain: terminated", file=sys.stderr)
-        return TERMINATED
-    except DrivetrainError as error:
-        for finding in str(error).splitlines():
-            print(f"drivetrain: error: {finding}", file=sys.stderr)
-        return REFUSED if isinstance(error, ConfigError | DiscoveryError) else FAILED
-    except Exception as error:  # the last resort: no traceback on the screen, none lost
-        return _report_unexpected(error, None)
+        code = _train(arguments[1:]) if arguments[:1] == ["train"] else _other(arguments)
+    except BaseException as error:  # the last resort: no traceback on the screen, none lost
+        code = _report(error)
+    if (problem := _write_problem(sys.stdout)) and code == 0:
+        code = _report_output(problem)
+    return code
 
 
 def _parser() -> StrictParser:
@@ -83,21 +91,23 @@ def _train(words: Sequence[str]) -> int:
     from drivetrain_launcher.sources import format_request, read_request, train_help
 
     if "-h" in words or "--help" in words:
-        print(train_help(words, os.environ), end="")
+        _print(train_help(words, os.environ))
         return 0
     request = read_request(words, os.environ)
     if request.print_config:
-        print(format_request(request), end="")
+        _print(format_request(request))
         return 0
     from drivetrain_launcher.run import run_train
 
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        return run_train(request)
-    except DrivetrainError:
-        raise
-    except Exception as error:  # as in `main`, but the run has a folder to keep the traceback in
-        return _report_unexpected(error, request.save)
+        code = run_train(request)
+    except BaseException as error:  # as in `main`, but the run has a folder, and perhaps a checkpoint in it
+        code = _report(error, request.save)
+        if code != REFUSED:
+            _say_what_is_saved(request.save)
+    _end_whatever_hangs(code)
+    return code
 
 
 def _terminate(number: int, frame: object) -> None:
@@ -130,14 +140,14 @@ def _backends(arguments: argparse.Namespace) -> None:
     from drivetrain_launcher.backends_command import describe_backends, format_json, format_table
 
     rows = describe_backends()
-    print(format_json(rows) if arguments.json else format_table(rows))
+    _print((format_json(rows) if arguments.json else format_table(rows)) + "\n")
 
 
 def _recipes(_: argparse.Namespace) -> None:
     from drivetrain_launcher.sources import read_recipe, recipe_names, shipped_recipes
 
     for name in recipe_names(shipped_recipes()):
-        print(f"{name}: {read_recipe(name, shipped_recipes()).description}")
+        _print(f"{name}: {read_recipe(name, shipped_recipes()).description}\n")
 
 
 def _export(arguments: argparse.Namespace) -> None:
@@ -146,25 +156,126 @@ def _export(arguments: argparse.Namespace) -> None:
     export_run(arguments.run, arguments.out, arguments.dtype)
 
 
-def _report_unexpected(error: Exception, folder: Path | None) -> int:
-    log = write_traceback(error, folder)
-    reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    print(f"drivetrain: error: unexpected {reason}", file=sys.stderr)
-    print(f"drivetrain: error: the full traceback is in {log}", file=sys.stderr)
+def _report(error: BaseException, folder: Path | None = None) -> int:
+    """Say what went wrong, keep the traceback where there is more to know, and return the exit code.
+
+    Args:
+        error: whatever ended the command.
+        folder: of the run, if there is one.
+    """
+    match error:
+        case KeyboardInterrupt():
+            _say("interrupted")
+            return INTERRUPTED
+        case Terminated():
+            _say("terminated")
+            return TERMINATED
+        case SystemExit():
+            return error.code if isinstance(error.code, int) else FAILED if error.code else 0
+        case ConfigError() | DiscoveryError():
+            for finding in str(error).splitlines():
+                _say(f"error: {finding}")
+            return REFUSED
+        case DrivetrainError():
+            _say(f"error: {_sentence(str(error))}")
+            if folder is None and error.__cause__ is None:
+                return FAILED
+        case OutputError(__cause__=OSError() as problem):
+            return _report_output(problem)
+        case OSError() if problem := _write_problem(sys.stdout):
+            return _report_output(problem)
+        case _:
+            _say(f"error: unexpected {_sentence(f'{type(error).__name__}: {error}')}")
+    try:
+        _say(f"error: the full traceback is in {write_traceback(error, folder)}")
+    except OSError as problem:
+        _say(f"error: the full traceback has no file to go to ({problem}), so it follows")
+        traceback.print_exception(error)
     return FAILED
 
 
+def _print(text: str) -> None:
+    try:
+        print(text, end="", flush=True)
+    except OSError as error:
+        _write_problem(sys.stdout)  # what is still in its buffer must not come up again at the end
+        raise OutputError from error
+
+
+def _report_output(problem: OSError) -> int:
+    if not isinstance(problem, BrokenPipeError):  # who closed the pipe wants no more
+        _say(f"error: standard output cannot be written ({problem.strerror}); make room, or send it elsewhere")
+    return FAILED
+
+
+def _say(text: str) -> None:
+    if sys.stderr is not None:
+        with suppress(OSError):
+            print(f"drivetrain: {text}", file=sys.stderr)
+        _write_problem(sys.stderr)  # where nobody can be told, the exit code still says it
+
+
+def _sentence(text: str) -> str:
+    """Put a text of any length and any number of lines into one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST_SENTENCE else line[: _LONGEST_SENTENCE - 3] + "..."
+
+
+def _write_problem(stream: TextIO | None) -> OSError | None:
+    """Return why a standard stream cannot be written; it then goes nowhere, so that each problem is found once."""
+    if stream is None or stream.closed:
+        return None
+    try:
+        stream.flush()
+    except OSError as error:
+        with suppress(OSError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+        return error
+    return None
+
+
+def _say_what_is_saved(save: Path) -> None:
+    from drivetrain_infra.run_folder import RunFolder
+
+    try:
+        newest = RunFolder(save).latest()
+    except (DataError, OSError):
+        return
+    _say(
+        f"the newest checkpoint is {newest}; to go on from it, run the same command with "
+        f"--load {shlex.quote(str(save))} --save NEW in place of its own"
+    )
+
+
+def _end_whatever_hangs(code: int) -> None:
+    """See that this process ends: a user's code may have left threads that never return, for which Python waits."""
+
+    def end() -> None:
+        threading.main_thread().join()
+        time.sleep(_LAST_SECONDS)
+        os._exit(code)
+
+    threading.Thread(target=end, name="last resort", daemon=True).start()
+
+
 def write_traceback(error: BaseException, folder: Path | None) -> Path:
-    """Write an error's traceback to a new file in `folder`, or in the system's temporary folder where that fails."""
+    """Write an error's traceback to a new file in `folder`, or in the system's temporary folder where that fails.
+
+    A folder that does not exist is not made: whoever removed it does not expect it back.
+    """
     name = f"error_{time.strftime('%Y%m%d-%H%M%S')}_{os.getpid()}.log"
-    text = "".join(traceback.format_exception(error))
+    # Ray colours the tracebacks of its workers
+    text = re.sub(r"\x1b\[[0-9;]*m", "", "".join(traceback.format_exception(error)))
     if folder is not None:
+        log = folder / name
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(text, "utf-8", "backslashreplace")
-            return folder / name
+            log.write_text(text, "utf-8", "backslashreplace")
+            return log
         except OSError:  # a full or vanished disk may be the very error
-            pass
+            with suppress(OSError):
+                log.unlink()
     log = Path(tempfile.mkdtemp(prefix="drivetrain-")) / name
     log.write_text(text, "utf-8", "backslashreplace")
     return log

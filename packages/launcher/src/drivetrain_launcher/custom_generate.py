@@ -6,7 +6,7 @@ that a round's batch, and with it every result, depends on the prompts alone.
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,10 @@ from drivetrain_backend_api import ConfigError, DataError, DrivetrainError
 from drivetrain_backend_api.batch import SampleStatus
 from drivetrain_infra.engines.base import GenerateRequest, Generation, SamplingParams
 from drivetrain_launcher.data import Prompt
+from drivetrain_launcher.engine_pool import EngineCall
+from drivetrain_launcher.response_checks import ResponseLimits, length_problem, log_prob_problem, token_problem
 from drivetrain_launcher.rewards import load_function
+from drivetrain_launcher.user_code import call_within
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
 
 _TURN = 2
 """Stands before the turn in a seed, so that no turn's stream is that of a plain generation or an evaluation."""
+
+_CANCEL_SECONDS = 1.0
+"""What unfinished samples have to end in after the deadline; code that blocks the event loop never does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +37,7 @@ class CustomResponse:
     Attributes:
         token_ids: everything after the prompt, the model's tokens and those of tools and users alike.
         loss_mask: 1 for each token that the model wrote, 0 for others.
-        log_probs: of each token as the engine gave them, 0 where the mask is 0.
+        log_probs: of each token as the engine gave them; anything where the mask is 0.
         status: how it ended.
     """
 
@@ -44,10 +50,21 @@ class CustomResponse:
 class Engine:
     """The engine as one sample's function sees it."""
 
-    def __init__(self, rounds: "_Rounds", sample: int, sampling: SamplingParams, seed: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        rounds: "_Rounds",
+        sample: int,
+        sampling: SamplingParams,
+        seed: tuple[int, ...],
+        *,
+        where: str,
+        vocab_size: int | None,
+    ) -> None:
         self._rounds = rounds
         self._sample = sample
         self._seed = seed
+        self._where = where
+        self._vocab_size = vocab_size
         self._turn = 0
         self.sampling = sampling
 
@@ -55,15 +72,19 @@ class Engine:
         """Continue a sequence of token ids, with the run's sampling parameters unless others are given.
 
         Raises:
-            DataError: another temperature than the run's, under which the trainer computes its log-probs.
+            DataError: no tokens, or such that the model does not have; or another temperature than the run's, under
+                which the trainer computes its log-probs.
         """
         if sampling is not None and sampling.temperature != self.sampling.temperature:
             raise DataError(
-                f"a custom generate function asked for temperature {sampling.temperature:g}, but the trainer computes "
+                f"{self._where} asked for temperature {sampling.temperature:g}, but the trainer computes "
                 f"log-probs at {self.sampling.temperature:g}; set --rollout-temperature instead"
             )
+        tokens = tuple(prompt_ids)
+        if problem := token_problem(tokens, self._vocab_size) or (None if tokens else "no token_ids at all"):
+            raise DataError(f"{self._where} asked the engine to continue {problem}")
         request = GenerateRequest(
-            prompt_ids=tuple(prompt_ids), sampling=sampling or self.sampling, seed=(*self._seed, _TURN, self._turn)
+            prompt_ids=tokens, sampling=sampling or self.sampling, seed=(*self._seed, _TURN, self._turn)
         )
         self._turn += 1
         return await self._rounds.generate(self._sample, request)
@@ -71,9 +92,6 @@ class Engine:
 
 CustomGenerate = Callable[[Prompt, Engine, "PreTrainedTokenizerBase"], Awaitable[CustomResponse]]
 """`async def function(prompt, engine, tokenizer) -> CustomResponse`."""
-
-EngineCall = Callable[[Sequence[GenerateRequest]], list[Generation]]
-"""Generates for a list of requests, results in their order; blocks."""
 
 
 def load_custom_generate(path: str) -> CustomGenerate:
@@ -91,9 +109,11 @@ def load_custom_generate(path: str) -> CustomGenerate:
 class _Rounds:
     """Collects the requests of all samples that wait, and answers them together."""
 
-    def __init__(self, call: EngineCall, samples: int) -> None:
+    def __init__(self, call: EngineCall, samples: Sequence[str], weight_version: int) -> None:
         self._call = call
-        self._running = samples
+        self._samples = samples
+        self._weight_version = weight_version
+        self._running = len(samples)
         self._waiting: dict[int, tuple[GenerateRequest, asyncio.Future[Generation]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -112,21 +132,26 @@ class _Rounds:
 
     def _start_if_complete(self) -> None:
         if self._waiting and len(self._waiting) == self._running:
-            batch = [self._waiting[sample] for sample in sorted(self._waiting)]
+            batch = {sample: self._waiting[sample] for sample in sorted(self._waiting)}
             self._waiting.clear()
             task = asyncio.get_running_loop().create_task(self._answer(batch))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, batch: list[tuple[GenerateRequest, "asyncio.Future[Generation]"]]) -> None:
+    async def _answer(self, batch: Mapping[int, tuple[GenerateRequest, "asyncio.Future[Generation]"]]) -> None:
         try:
-            generations = await asyncio.to_thread(self._call, [request for request, _ in batch])
+            generations = await asyncio.to_thread(
+                self._call,
+                [request for request, _ in batch.values()],
+                samples=[self._samples[sample] for sample in batch],
+                weight_version=self._weight_version,
+            )
         except Exception as error:  # handed to every sample that waits for it
-            for _, future in batch:
+            for _, future in batch.values():
                 if not future.done():
                     future.set_exception(error)
             return
-        for (_, future), generation in zip(batch, generations, strict=True):
+        for (_, future), generation in zip(batch.values(), generations, strict=True):
             if not future.done():
                 future.set_result(generation)
 
@@ -137,6 +162,8 @@ def run_custom_generate(
     *,
     name: str,
     call: EngineCall,
+    weight_version: int,
+    limits: ResponseLimits,
     tokenizer: "PreTrainedTokenizerBase",
     sampling: SamplingParams,
     seeds: Sequence[tuple[int, ...]],
@@ -148,52 +175,80 @@ def run_custom_generate(
         prompts: one a sample.
         name: of the function, for messages.
         call: generates for a batch of requests.
+        weight_version: that the engines must serve.
+        limits: what a response must keep to.
         seeds: one a sample.
         seconds: deadline of the whole.
 
     Raises:
         DataError: the function failed, or returned something malformed; names the sample.
-        DrivetrainError: the deadline passed.
+        DrivetrainError: the deadline passed; names the first sample that is not finished.
     """
+    samples = [f"sample {place} ({prompt.source})" for place, prompt in enumerate(prompts)]
+    unfinished = set(range(len(prompts)))
 
     async def one(sample: int, rounds: _Rounds) -> CustomResponse:
-        where = f"--custom-generate {name} on sample {sample} ({prompts[sample].source})"
+        where = f"--custom-generate {name} on {samples[sample]}"
+        prompt = prompts[sample]
+        engine = Engine(rounds, sample, sampling, seeds[sample], where=where, vocab_size=limits.vocab_size)
         try:
-            response = await function(prompts[sample], Engine(rounds, sample, sampling, seeds[sample]), tokenizer)
+            response = await function(prompt, engine, tokenizer)
         except DrivetrainError:
             raise
-        except Exception as error:  # a user's function may raise anything
+        except (Exception, SystemExit) as error:  # a user's function may raise anything
             raise DataError(f"{where} failed: {type(error).__name__}: {error}") from error
         finally:
             rounds.finished()
-        return _checked(response, where)
+        response = _checked(response, where, len(prompt.prompt_ids), limits)
+        unfinished.discard(sample)
+        return response
 
     async def everything() -> list[CustomResponse]:
-        rounds = _Rounds(call, len(prompts))
+        rounds = _Rounds(call, samples, weight_version)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(sample, rounds)) for sample in range(len(prompts))]
         return [task.result() for task in tasks]
 
     try:
-        return asyncio.run(asyncio.wait_for(everything(), seconds))
+        return call_within(
+            lambda: asyncio.run(asyncio.wait_for(everything(), seconds)), seconds + _CANCEL_SECONDS, name=name
+        )
     except TimeoutError as error:
-        raise DrivetrainError(
-            f"--custom-generate {name} did not finish {len(prompts)} samples within --rollout-timeout {seconds:g} s; "
-            "raise it, or make the function faster"
-        ) from error
+        raise DrivetrainError(_late(name, samples, unfinished, seconds)) from error
     except ExceptionGroup as group_error:
         raise group_error.exceptions[0] from group_error
 
 
-def _checked(response: Any, where: str) -> CustomResponse:
+def _late(name: str, samples: Sequence[str], unfinished: Set[int], seconds: float) -> str:
+    others = f" and {len(unfinished) - 1} others" if len(unfinished) > 1 else ""
+    return (
+        f"--custom-generate {name} did not finish {samples[min(unfinished, default=-1)]}{others} within "
+        f"--rollout-timeout {seconds:g} s; repair it, make it faster, or raise the timeout"
+    )
+
+
+def _checked(response: Any, where: str, prompt_tokens: int, limits: ResponseLimits) -> CustomResponse:
     if not isinstance(response, CustomResponse):
         raise DataError(f"{where} returned a {type(response).__name__}; it must return a CustomResponse")
-    sizes = {len(response.token_ids), len(response.loss_mask), len(response.log_probs)}
-    if len(sizes) > 1:
-        raise DataError(
-            f"{where} returned {len(response.token_ids)} token_ids, {len(response.loss_mask)} loss_mask and "
-            f"{len(response.log_probs)} log_probs; they must be equally many"
-        )
-    if set(response.loss_mask) - {0, 1}:
+    columns = {name: getattr(response, name) for name in ("token_ids", "loss_mask", "log_probs")}
+    for column, values in columns.items():
+        if not isinstance(values, Sequence):
+            raise DataError(f"{where} returned {column} of type {type(values).__name__}; it must be a list or a tuple")
+    if len(set(map(len, columns.values()))) > 1:
+        sizes = ", ".join(f"{len(values)} {column}" for column, values in columns.items())
+        raise DataError(f"{where} returned {sizes}; they must be equally many")
+    if any(one not in (0, 1) for one in response.loss_mask):
         raise DataError(f"{where} returned a loss_mask with values other than 0 and 1")
-    return replace(response, token_ids=tuple(response.token_ids))
+    if not isinstance(response.status, SampleStatus):
+        raise DataError(f"{where} returned status {response.status!r}; it must be a SampleStatus")
+    written = [one for one, mask in zip(response.log_probs, response.loss_mask) if mask]
+    problem = (
+        token_problem(response.token_ids, limits.vocab_size)
+        or log_prob_problem(written)
+        or length_problem(prompt_tokens, len(response.token_ids), limits)
+    )
+    if problem:
+        raise DataError(f"{where} returned {problem}")
+    # where the mask is off anything is allowed, and nothing reads it
+    log_probs = [one if mask else 0.0 for one, mask in zip(response.log_probs, response.loss_mask)]
+    return replace(response, token_ids=tuple(response.token_ids), log_probs=tuple(log_probs))

@@ -1,11 +1,23 @@
-"""All rollout engines as one: requests go to them in a fixed way, results come back in order."""
+"""All rollout engines as one: requests go to them in a fixed way, results come back in order and checked."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from drivetrain_infra.calls import gather
 from drivetrain_infra.engines.actor import EngineHandle
 from drivetrain_infra.engines.base import GenerateRequest, Generation
+from drivetrain_launcher.response_checks import check_generations
+
+
+class EngineCall(Protocol):
+    """Generates for a list of requests, results in their order; blocks."""
+
+    def __call__(
+        self, requests: Sequence[GenerateRequest], *, samples: Sequence[str], weight_version: int
+    ) -> list[Generation]:
+        """Generate; see `EnginePool.generate`."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,29 +27,50 @@ class EnginePool:
     Attributes:
         engines: those that take requests.
         seconds: deadline of one call.
+        vocab_size: of the model, None where that is not known.
     """
 
     engines: Sequence[EngineHandle]
     seconds: float
+    vocab_size: int | None
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+    def generate(
+        self, requests: Sequence[GenerateRequest], *, samples: Sequence[str], weight_version: int
+    ) -> list[Generation]:
         """Generate for all requests; each engine takes one run of the list, so that batches depend on the list alone.
 
+        Args:
+            requests: one a generation.
+            samples: what each request is for, for messages.
+            weight_version: that the engines must serve.
+
         Raises:
+            DataError: an engine returned something else than was asked for; names it and the sample.
             DrivetrainError: an engine failed, died or missed the deadline; names it.
         """
         count = len(self.engines)
         cuts = [round(place * len(requests) / count) for place in range(count + 1)]
-        calls = {
-            engine.name: engine.actor.generate.remote(list(requests[cuts[place] : cuts[place + 1]]))
+        parts = {
+            engine.name: slice(cuts[place], cuts[place + 1])
             for place, engine in enumerate(self.engines)
             if cuts[place] < cuts[place + 1]
         }
-        results = gather(calls, what="generating", seconds=self.seconds, flag="--rollout-timeout")
-        return [generation for name in calls for generation in results[name]]
-
-    def weight_version(self) -> int:
-        """Return the weight version that all engines serve."""
-        calls = {one.name: one.actor.weight_version.remote() for one in self.engines}
-        versions = gather(calls, what="asking for the weight version", seconds=self.seconds, flag="--rollout-timeout")
-        return int(min(versions.values()))
+        actors = {engine.name: engine.actor for engine in self.engines}
+        results = gather(
+            {name: actors[name].generate.remote(list(requests[part])) for name, part in parts.items()},
+            what="generating",
+            seconds=self.seconds,
+            flag="--rollout-timeout",
+        )
+        return [
+            generation
+            for name, part in parts.items()
+            for generation in check_generations(
+                name,
+                requests[part],
+                results[name],
+                samples=samples[part],
+                weight_version=weight_version,
+                vocab_size=self.vocab_size,
+            )
+        ]

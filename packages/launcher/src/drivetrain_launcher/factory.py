@@ -23,6 +23,7 @@ from drivetrain_infra.weight_sync.session import WeightSession
 from drivetrain_launcher.config import DrivetrainConfig
 from drivetrain_launcher.custom_generate import load_custom_generate
 from drivetrain_launcher.engine_pool import EnginePool
+from drivetrain_launcher.response_checks import ResponseLimits
 from drivetrain_launcher.rewards import Reward
 from drivetrain_launcher.rollout import Generator
 from drivetrain_launcher.train_group import TrainGroup, setup_train_group
@@ -158,14 +159,29 @@ def _start_engines(config: DrivetrainConfig, slots: Sequence[Slot], stack: ExitS
 
 def _generator(stage: "PreparedStage", engines: Sequence[EngineHandle], reward: Reward) -> Generator:
     rollout = stage.config.rollout
-    pool = EnginePool(engines=engines, seconds=rollout.rollout_timeout)
+    limits = response_limits(stage.config)
+    pool = EnginePool(engines=engines, seconds=rollout.rollout_timeout, vocab_size=limits.vocab_size)
     custom = rollout.custom_generate
     return Generator(
         call=pool.generate,
-        weight_version=pool.weight_version,
         tokenizer=stage.tokenizer,
         reward=reward,
         custom_generate=(custom, load_custom_generate(custom)) if custom else None,
+        limits=limits,
         seed=stage.config.train.seed,
         seconds=rollout.rollout_timeout,
+    )
+
+
+def response_limits(config: DrivetrainConfig) -> ResponseLimits:
+    """Return what the model that a stage starts from, and its micro-batches, take."""
+    from transformers import AutoConfig
+
+    train = config.train
+    model = AutoConfig.from_pretrained(train.hf_checkpoint, trust_remote_code=train.trust_remote_code)
+    text = model.get_text_config()
+    return ResponseLimits(
+        vocab_size=getattr(text, "vocab_size", None),
+        max_positions=getattr(text, "max_position_embeddings", None),
+        max_tokens=train.max_tokens_per_gpu if train.use_dynamic_batch_size else None,
     )

@@ -1,11 +1,13 @@
 """The train loop: generate, train, sync, evaluate, save, log. One page, top to bottom."""
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from drivetrain_backend_api import DrivetrainError, TrainConfig
 from drivetrain_backend_api.packing import shard_rollout
 from drivetrain_infra.engines.base import SamplingParams
 from drivetrain_infra.run_folder import RunFolder
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from drivetrain_infra.weight_sync.session import WeightSession
+
+
+_MOST_LOST_STEPS = 10
+"""Optimizer steps in a row without a finite loss and gradient that are still bad luck."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +80,7 @@ class Run:
 
 def train(run: Run) -> None:
     """Run the loop from the first rollout to the last; its last checkpoint is durable when it returns."""
-    plan = run.plan
+    plan, divergence = run.plan, Divergence(run.config.train)
     sync(run, version=plan.start + 1)
     if plan.evaluate_first:
         evaluate(run, plan.start)
@@ -87,6 +93,7 @@ def train(run: Run) -> None:
         with phases("sync"):
             sync(run, version=rollout_id + 2)
         log(run, rollout_id, rollout, steps, phases)
+        divergence.check(rollout_id, steps)
         if plan.evaluates_after(rollout_id):
             evaluate(run, rollout_id + 1)
         if plan.saves_after(rollout_id):
@@ -137,8 +144,9 @@ def evaluate(run: Run, rollout_id: int) -> None:
 
 def save(run: Run, next_rollout_id: int) -> None:
     """Write a checkpoint, and name it as the latest once it is durable."""
-    run.trainer.save(run.folder.begin_checkpoint(next_rollout_id))
-    run.display.saved(run.folder.commit_checkpoint(next_rollout_id))
+    with run.folder.new_checkpoint(next_rollout_id) as folder:
+        run.trainer.save(folder)
+    run.display.saved(run.folder.checkpoint(next_rollout_id))
 
 
 def log(run: Run, rollout_id: int, rollout: Rollout, steps: Sequence[Mapping[str, float]], phases: "Phases") -> None:
@@ -166,6 +174,31 @@ def sampling_params(config: DrivetrainConfig, *, evaluation: bool = False) -> Sa
         stop=rollout.rollout_stop,
         stop_token_ids=rollout.rollout_stop_token_ids,
     )
+
+
+class Divergence:
+    """Ends a run that does not learn any more: one whose last optimizer steps were all lost."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        """Take as many lost steps as fp16 needs to bring its loss scale down, and some."""
+        halvings = math.log2(config.initial_loss_scale / config.min_loss_scale) if config.precision == "fp16" else 0.0
+        self._most = _MOST_LOST_STEPS + max(0, math.ceil(halvings))
+        self._lost = 0
+
+    def check(self, rollout_id: int, steps: Sequence[Mapping[str, float]]) -> None:
+        """Note how the optimizer steps of a rollout went.
+
+        Raises:
+            DrivetrainError: too many in a row were skipped, or had a loss that is not finite.
+        """
+        for step in steps:
+            lost = step["skipped_steps"] > 0 or not math.isfinite(step.get("loss", 0.0))
+            self._lost = self._lost + 1 if lost else 0
+        if self._lost >= self._most:
+            raise DrivetrainError(
+                f"training has diverged: the last {self._lost} optimizer steps, up to rollout {rollout_id}, had a loss "
+                "or gradient that is not finite; lower --lr or --grad-clip, and start from an earlier checkpoint"
+            )
 
 
 class Phases:

@@ -4,9 +4,8 @@ Each sample's random stream is seeded from (seed, rollout id, sample index), and
 the prompt list alone, so that a rollout on a CPU is the same bit for bit whenever it is made again.
 """
 
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,10 +13,13 @@ import torch
 
 from drivetrain_backend_api import DataError, DrivetrainError
 from drivetrain_backend_api.batch import RolloutBatch, SampleStatus, from_samples
-from drivetrain_infra.engines.base import FinishReason, GenerateRequest, Generation, SamplingParams
+from drivetrain_infra.engines.base import FinishReason, GenerateRequest, SamplingParams
 from drivetrain_launcher.custom_generate import CustomGenerate, CustomResponse, run_custom_generate
 from drivetrain_launcher.data import Prompt
+from drivetrain_launcher.engine_pool import EngineCall
+from drivetrain_launcher.response_checks import ResponseLimits
 from drivetrain_launcher.rewards import Reward, RewardInput
+from drivetrain_launcher.user_code import call_within
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,6 +29,9 @@ _STATUS = {
     FinishReason.LENGTH: SampleStatus.TRUNCATED,
     FinishReason.ABORT: SampleStatus.ABORTED,
 }
+
+_LARGEST_REWARD = 1e30
+"""Rewards are kept in float32, whose largest number is 3.4e38."""
 
 EVALUATION = 1
 """Third word of an evaluation's seeds, which keeps its random streams apart from those of rollouts."""
@@ -51,16 +56,16 @@ class Generator:
 
     Attributes:
         call: generates for a list of requests on all engines, results in order.
-        weight_version: of the engines now.
         custom_generate: the user's function and its name, None for plain generation.
+        limits: what a response must keep to.
         seconds: deadline of one rollout.
     """
 
-    call: Callable[[Sequence[GenerateRequest]], list[Generation]]
-    weight_version: Callable[[], int]
+    call: EngineCall
     tokenizer: "PreTrainedTokenizerBase"
     reward: Reward
     custom_generate: tuple[str, CustomGenerate] | None
+    limits: ResponseLimits
     seed: int
     seconds: float
 
@@ -75,14 +80,18 @@ class Generator:
     ) -> Rollout:
         """Generate `samples_per_prompt` responses to each prompt and compute their rewards.
 
+        The engines must serve weight version `rollout_id` + 1.
+
         Raises:
             DataError: a reward or a response cannot be used; names the sample.
+            DrivetrainError: an engine failed, or the deadline passed.
         """
         began = time.monotonic()
         samples = [prompt for prompt in prompts for _ in range(samples_per_prompt)]
         purpose = (EVALUATION,) if evaluation else ()
         seeds = [(self.seed, rollout_id, index, *purpose) for index in range(len(samples))]
-        responses, versions = self._responses(samples, sampling, seeds)
+        weight_version = rollout_id + 1
+        responses = self._responses(samples, sampling, seeds, weight_version)
         seconds = time.monotonic() - began
         rewards = self._rewards(samples, responses, began)
         batch = from_samples(
@@ -96,41 +105,42 @@ class Generator:
                 "reward": rewards,
                 "group_id": [index // samples_per_prompt for index in range(len(samples))],
                 "index": list(range(len(samples))),
-                "weight_version": versions,
+                "weight_version": [weight_version] * len(samples),
                 "status": [int(response.status) for response in responses],
             },
         )
         return Rollout(batch=batch, metrics=_metrics(batch, samples_per_prompt, seconds))
 
     def _responses(
-        self, samples: Sequence[Prompt], sampling: SamplingParams, seeds: Sequence[tuple[int, ...]]
-    ) -> tuple[list[CustomResponse], list[int]]:
+        self,
+        samples: Sequence[Prompt],
+        sampling: SamplingParams,
+        seeds: Sequence[tuple[int, ...]],
+        weight_version: int,
+    ) -> list[CustomResponse]:
         if self.custom_generate is not None:
             name, function = self.custom_generate
-            responses = run_custom_generate(
+            return run_custom_generate(
                 function,
                 samples,
                 name=name,
                 call=self.call,
+                weight_version=weight_version,
+                limits=self.limits,
                 tokenizer=self.tokenizer,
                 sampling=sampling,
                 seeds=seeds,
                 seconds=self.seconds,
             )
-            return responses, [self.weight_version()] * len(samples)
         generations = self.call(
             [
                 GenerateRequest(prompt_ids=prompt.prompt_ids, sampling=sampling, seed=seed)
                 for prompt, seed in zip(samples, seeds, strict=True)
-            ]
+            ],
+            samples=[f"sample {index} ({prompt.source})" for index, prompt in enumerate(samples)],
+            weight_version=weight_version,
         )
-        for index, (prompt, generation) in enumerate(zip(samples, generations, strict=True)):
-            if len(generation.token_ids) != len(generation.log_probs):
-                raise DataError(
-                    f"the engine returned {len(generation.token_ids)} tokens and {len(generation.log_probs)} log-probs "
-                    f"for sample {index} ({prompt.source}); use another --rollout-engine or repair it"
-                )
-        responses = [
+        return [
             CustomResponse(
                 token_ids=one.token_ids,
                 loss_mask=[1] * len(one.token_ids),
@@ -139,39 +149,28 @@ class Generator:
             )
             for one in generations
         ]
-        return responses, [one.weight_version for one in generations]
 
     def _rewards(self, samples: Sequence[Prompt], responses: Sequence[CustomResponse], began: float) -> list[float]:
-        """Compute all rewards within what is left of the rollout's deadline.
-
-        They run in a daemon thread: a user's function that never returns can neither be ended nor waited for.
-        """
+        """Compute all rewards within what is left of the rollout's deadline."""
         rewards: list[float] = []
-        errors: list[BaseException] = []
 
         def compute() -> None:
-            try:
-                for index, pair in enumerate(zip(samples, responses, strict=True)):
-                    rewards.append(self._reward(index, *pair))
-            except BaseException as error:  # raised again by the caller
-                errors.append(error)
+            for index, pair in enumerate(zip(samples, responses, strict=True)):
+                rewards.append(self._reward(index, *pair))  # how many there are says which one hangs
 
-        thread = threading.Thread(target=compute, name="rewards", daemon=True)
-        thread.start()
-        thread.join(max(0.0, began + self.seconds - time.monotonic()))
-        if thread.is_alive():
+        try:
+            call_within(compute, began + self.seconds - time.monotonic(), name=f"--reward {self.reward.name}")
+        except TimeoutError as error:
             late = len(rewards)
             raise DrivetrainError(
                 f"--reward {self.reward.name} did not return for sample {late} ({samples[late].source}) within "
                 f"--rollout-timeout {self.seconds:g} s of the rollout's start; repair it, or raise the timeout"
-            )
-        if errors:
-            raise errors[0]
+            ) from error
         return rewards
 
     def _reward(self, index: int, prompt: Prompt, response: CustomResponse) -> float:
         text = self.tokenizer.decode(list(response.token_ids), skip_special_tokens=True)
-        return self.reward(
+        reward = self.reward(
             RewardInput(
                 index=index,
                 prompt=prompt.text,
@@ -183,6 +182,12 @@ class Generator:
                 status=response.status,
             )
         )
+        if abs(reward) > _LARGEST_REWARD:
+            raise DataError(
+                f"--reward {self.reward.name} on sample {index} ({prompt.source}) returned {reward:g}; it must be at "
+                f"most {_LARGEST_REWARD:g} in size"
+            )
+        return reward
 
 
 def labelled_rollout(samples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Rollout:

@@ -1,6 +1,7 @@
 """Trackers: small interchangeable objects that each send metrics to one place."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Protocol
 
 
@@ -28,6 +29,7 @@ class Trackers:
             tracker.log(rollout_id, metrics)
 
     def close(self) -> None:
-        """Close all."""
-        for tracker in self._trackers:
-            tracker.close()
+        """Close all, also where one of them fails to."""
+        with ExitStack() as stack:
+            for tracker in reversed(self._trackers):
+                stack.callback(tracker.close)

@@ -2,26 +2,79 @@
 
 import json
 import math
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from drivetrain_backend_api import DrivetrainError
+
 
 class JsonlTracker:
-    """Appends to a file and flushes each line, so that a reader never waits for the end of the run."""
+    """Appends to a file, each line at once, so that a reader never waits for the end of the run.
+
+    Every line is written whole or not at all.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a")
+        """Open the file, which is made where it does not exist.
+
+        Raises:
+            DrivetrainError: it cannot be opened.
+        """
+        self._path = path
+        try:
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise self._failure(error) from error
 
     def log(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
-        """Append one line; a value that is not finite becomes null, since JSON has no other word for it."""
+        """Append one line; a value that is not finite becomes null, since JSON has no other word for it.
+
+        Raises:
+            DrivetrainError: it cannot be written, or the file was removed or replaced since it was opened.
+        """
         row = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps({"rollout_id": rollout_id, **row}, allow_nan=False) + "\n")
-        self._file.flush()
+        line = json.dumps({"rollout_id": rollout_id, **row}, allow_nan=False) + "\n"
+        try:
+            self._require_in_place()
+            self._append(line.encode())
+        except OSError as error:
+            raise self._failure(error) from error
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+    def _require_in_place(self) -> None:
+        """Refuse to write where nobody would find it: into a file that has no name any more."""
+        opened = os.fstat(self._file.fileno())
+        try:
+            in_place = os.path.samestat(opened, self._path.stat())
+        except FileNotFoundError:
+            in_place = False
+        if not in_place:
+            gone = self._path if self._path.parent.is_dir() else self._path.parent
+            raise DrivetrainError(
+                f"{self._path}: metrics have no place to go, because {gone} was removed or replaced while the run went "
+                "on; start again with a --save that nothing removes"
+            )
+
+    def _append(self, line: bytes) -> None:
+        begin = os.fstat(self._file.fileno()).st_size
+        try:
+            while line:
+                line = line[self._file.write(line) or 0 :]
+        except OSError:
+            with suppress(OSError):  # no file that can be cut
+                self._file.truncate(begin)
+            raise
+
+    def _failure(self, error: OSError) -> DrivetrainError:
+        return DrivetrainError(
+            f"{self._path}: metrics cannot be written ({error.strerror}); make room there, or choose another --save"
+        )
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from drivetrain_backend_api import DrivetrainError
 from drivetrain_infra.config import TrackingConfig
 
 
@@ -17,17 +18,26 @@ class WandbTracker:
             config: project, group and mode.
             folder: where W&B keeps its files; its name becomes the run's.
             run_config: what the run was asked for, shown with it.
+
+        Raises:
+            DrivetrainError: W&B does not start: nobody is logged in, or there is no network.
         """
         import wandb
 
-        self._run = wandb.init(
-            project=config.wandb_project,
-            group=config.wandb_group,
-            mode="offline" if config.wandb_mode == "offline" else "online",
-            dir=str(folder),
-            name=folder.name,
-            config=dict(run_config),
-        )
+        try:
+            self._run = wandb.init(
+                project=config.wandb_project,
+                group=config.wandb_group,
+                mode="offline" if config.wandb_mode == "offline" else "online",
+                dir=str(folder),
+                name=folder.name,
+                config=dict(run_config),
+            )
+        except wandb.Error as error:
+            raise DrivetrainError(
+                f"--use-wandb: W&B did not start ({' '.join(str(error).split())}); log in with `wandb login`, or give "
+                "--wandb-mode offline"
+            ) from error
         self._run.define_metric("rollout_id")
         self._run.define_metric("*", step_metric="rollout_id")
 
