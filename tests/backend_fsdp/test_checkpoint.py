@@ -26,7 +26,8 @@ from transformers import AutoModelForCausalLM
 
 from drivetrain_backend_api import TRAIN_BACKENDS, load_spec
 from drivetrain_backend_api.errors import DataError
-from drivetrain_backend_fsdp.checkpoint import export_checkpoint, read_metadata, save_checkpoint
+from drivetrain_backend_fsdp.checkpoint import export_checkpoint, save_checkpoint
+from drivetrain_backend_fsdp.checkpoint_files import check_checkpoint, read_metadata
 from drivetrain_backend_fsdp.optimizer import LossScaler
 
 
@@ -225,6 +226,130 @@ def test_checkpoint_metadata_cannot_run_code(saved: Any, tmp_path: Path) -> None
     with pytest.raises(DataError, match="has no place in a checkpoint's metadata"):
         read_metadata(folder)
     assert not (tmp_path / "witness").exists()
+
+
+# -- is it whole? ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copy(saved: Any, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved["folder"], tmp_path / "copy"))
+
+
+def shard_of(folder: Path) -> Path:
+    (shard,) = (folder / "dcp").glob("*.distcp")
+    return shard
+
+
+def test_a_whole_checkpoint_is_found_whole(saved: Any, on_ranks: Callable[[int], Any]) -> None:
+    check = load_spec(TRAIN_BACKENDS, "fsdp").load_check_checkpoint()
+    assert check(saved["folder"]) == []
+    assert check(on_ranks(2)["checkpoint"]) == []
+
+
+def test_a_shard_that_is_cut_short_or_overwritten_or_gone_is_named(copy: Path) -> None:
+    shard = shard_of(copy)
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-200])
+    assert check_checkpoint(copy) == [
+        f"{shard} is cut short: it has {len(content) - 200} bytes of {len(content)}; use another checkpoint of the run"
+    ]
+    # what a machine that lost its power may leave: the length is right, the end was never written
+    shard.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
+    assert check_checkpoint(copy) == [
+        f"{shard} is damaged: it holds something else than tensors; use another checkpoint of the run"
+    ]
+    shard.unlink()
+    assert check_checkpoint(copy) == [f"{shard} is missing; use another checkpoint of the run"]
+    shard.mkdir()
+    (found,) = check_checkpoint(copy)
+    assert found.startswith(f"{shard} cannot be read: ")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": 99}, "has format 99, this release reads 1; use the release that wrote it"),
+        ({"world_size": 0}, "is damaged: world_size is 0, out of range"),
+        ({"next_rollout_id": "one"}, "is damaged: next_rollout_id is 'one', which is no number of its kind"),
+        ({"optimizer_steps": True}, "is damaged: optimizer_steps is True, which is no number of its kind"),
+        ({"loss_scale": float("inf")}, "is damaged: loss_scale is inf, out of range"),
+        ({"stranger": 1}, "is damaged: "),
+    ],
+)
+def test_what_is_wrong_with_the_state_file_is_said(copy: Path, change: dict[str, Any], message: str) -> None:
+    path = copy / "trainer_state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    (found,) = check_checkpoint(copy)
+    assert found.startswith(f"{path} {message}")
+
+
+def test_random_states_are_looked_at_for_every_rank(copy: Path) -> None:
+    path = copy / "trainer_state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"world_size": 10**15}))
+    assert check_checkpoint(copy) == [
+        f"{copy / 'rng_rank00001.safetensors'} is missing; use another checkpoint of the run"
+    ]
+    state = copy / "rng_rank00000.safetensors"
+    save_file({"cpu": torch.zeros(3)}, state)
+    first, _ = check_checkpoint(copy)
+    assert first == f"{state} is damaged: it holds no random state of a CPU; use another checkpoint of the run"
+    state.write_bytes(b"")
+    first, _ = check_checkpoint(copy)
+    assert first.startswith(f"{state} is damaged: ")
+
+
+def test_all_that_is_wrong_is_found_at_once_and_nothing_is_executed(copy: Path, tmp_path: Path) -> None:
+    hostile = pickle.dumps(Evil(tmp_path / "witness"))
+    for path in copy.rglob("*"):
+        if path.is_file():
+            path.write_bytes(hostile)
+    state, metadata = check_checkpoint(copy)
+    assert state.startswith(f"{copy / 'trainer_state.json'} is damaged: ")
+    assert metadata.startswith(f"{copy / 'dcp' / '.metadata'} is damaged: ")
+    assert metadata.endswith(" has no place in a checkpoint's metadata; use another checkpoint of the run")
+    assert not (tmp_path / "witness").exists()
+
+
+def test_metadata_that_points_elsewhere_is_refused(copy: Path) -> None:
+    metadata = read_metadata(copy)
+    path = copy / "dcp" / ".metadata"
+
+    def found_with(change: Callable[[Any], None]) -> str:
+        changed = pickle.loads(pickle.dumps(metadata))
+        change(changed)
+        path.write_bytes(pickle.dumps(changed))
+        (found,) = check_checkpoint(copy)
+        return found
+
+    def leave_the_folder(one: Any) -> None:
+        next(iter(one.storage_data.values())).relative_path = "../trainer_state.json"
+
+    def begin_before_the_file(one: Any) -> None:
+        next(iter(one.storage_data.values())).offset = -1
+
+    def forget_a_tensor(one: Any) -> None:
+        del one.storage_data[next(iter(one.storage_data))]
+
+    assert f"{path} is damaged: '../trainer_state.json' at " in found_with(leave_the_folder)
+    assert " at -1 is no place in this folder" in found_with(begin_before_the_file)
+    assert "it does not say where all of tensor " in found_with(forget_a_tensor)
+    assert found_with(lambda one: setattr(one, "storage_data", 3)).startswith(f"{path} is damaged: ")
+
+
+def test_a_damaged_tensor_is_refused_in_one_line(copy: Path, models: dict[str, str], tmp_path: Path) -> None:
+    shard = shard_of(copy)
+    content = bytearray(shard.read_bytes())
+    offsets = [one.offset for one in read_metadata(copy).storage_data.values()]
+    for offset in offsets:
+        content[offset + 60 : offset + 160] = b"\xff" * 100
+    shard.write_bytes(content)
+    with pytest.raises(DataError, match=r"^reading the checkpoint .*; use another checkpoint of the run$"):
+        export_checkpoint(copy, Path(models["qwen3-tied"]), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# -- export ------------------------------------------------------------------------------------------------------------
 
 
 def test_large_exports_are_split_into_indexed_files(

@@ -1,4 +1,6 @@
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,22 @@ from pyarrow import parquet
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models
 
-from drivetrain_backend_api import ConfigError
+from drivetrain_backend_api import ConfigError, DataError
 from drivetrain_launcher.config import DrivetrainConfig
-from drivetrain_launcher.preflight import preflight
+from drivetrain_launcher.data import Prompt
+from drivetrain_launcher.export import export_run
+from drivetrain_launcher.preflight import check_vocabulary, preflight
+from drivetrain_launcher.preflight.machine import machine_findings
+from drivetrain_launcher.preflight.size import run_size
 from drivetrain_launcher.sources import build_config, read_request
 
 Words = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be a machine without GPUs wherever these tests run."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
 @pytest.fixture
@@ -43,8 +55,8 @@ def write_lines(path: Path, *rows: object) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
 
 
-def config_of(folder: Path, **changes: object) -> DrivetrainConfig:
-    """Return a configuration that passes, but for `changes`."""
+def words_of(folder: Path, **changes: object) -> list[str]:
+    """Return the flags of a run that passes, but for `changes`; True is a switch, None leaves a flag out."""
     options: Words = {
         "train_backend": "fsdp",
         "hf_checkpoint": folder / "model",
@@ -57,8 +69,15 @@ def config_of(folder: Path, **changes: object) -> DrivetrainConfig:
         "rollout_max_response_len": 32,
         "save": folder / "run",
     } | changes
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not None]
-    return build_config(read_request(words, {}))
+    return [
+        f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
+        for name, value in options.items()
+        if value is not None
+    ]
+
+
+def config_of(folder: Path, **changes: object) -> DrivetrainConfig:
+    return build_config(read_request(words_of(folder, **changes), {}))
 
 
 def findings(folder: Path, **changes: object) -> list[str]:
@@ -156,9 +175,11 @@ def test_a_single_weight_file_needs_no_index(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"{", "is no JSON: "),
-        (b"\xff", "is no JSON: "),
-        (b"[" * 100_000, "is no JSON: "),
+        (b"{", "is not JSON: "),
+        (b"\xff", "is not JSON: "),
+        (b"[" * 100_000, "is not JSON: "),
+        (b'\xef\xbb\xbf{"model_type": "qwen3"}', "begins with a byte order mark; save it as UTF-8 without one"),
+        (b'{"model_type": 3}', "names no model_type"),
         (b"[]", "must be a JSON object, found list"),
         (b"{}", "names no model_type"),
         (None, "No such file or directory"),
@@ -197,7 +218,56 @@ def test_other_model_folders_are_checked_under_their_own_flags(folder: Path) -> 
     ],
 )
 def test_responses_longer_than_the_models_positions_are_refused(folder: Path, changes: Words, flag: str) -> None:
-    assert findings(folder, **changes) == [f"{flag} exceed the 64 positions of {folder / 'model'}; lower it"]
+    found = findings(folder, eval_prompt_data=folder / "train.jsonl", **changes)
+    assert found == [f"{flag} exceed the 64 positions of {folder / 'model'}; lower it"]
+
+
+def test_a_model_type_that_transformers_does_not_know_is_named(folder: Path) -> None:
+    path = folder / "model" / "config.json"
+    write_json(path, {"model_type": "novel"})
+    assert findings(folder) == [
+        f"--hf-checkpoint {path}: transformers knows no model_type 'novel'; pip install -U transformers, or give "
+        "another model"
+    ]
+    write_json(path, {"model_type": "novel", "auto_map": {"AutoConfig": "novel.NovelConfig"}})
+    assert findings(folder) == [
+        f"--hf-checkpoint {path}: transformers knows no model_type 'novel', and the folder brings Python code for it "
+        "(auto_map), which does not run unasked; read that code, then give --trust-remote-code"
+    ]
+    assert findings(folder, trust_remote_code=True) == []
+
+
+def test_an_index_that_leads_out_of_the_folder_is_refused(folder: Path) -> None:
+    index = folder / "model" / "model.safetensors.index.json"
+    write_index(folder / "model", one="../part-1.safetensors")
+    assert findings(folder) == [
+        f"--hf-checkpoint {index}: places tensor 'one' in '../part-1.safetensors', which is no file of this folder"
+    ]
+
+
+def test_a_reference_must_have_the_vocabulary_of_the_policy(folder: Path) -> None:
+    reference = Path(shutil.copytree(folder / "model", folder / "reference"))
+    for model, size in ((folder / "model", 5), (reference, 6)):
+        write_json(model / "config.json", {"model_type": "qwen3", "vocab_size": size})
+    assert findings(folder, ref_load=reference, use_kl_loss=True) == [
+        f"--ref-load {reference}: has a vocabulary of 6 tokens, and --hf-checkpoint {folder / 'model'} has 5; give a "
+        "model with the same tokenizer"
+    ]
+
+
+def test_a_token_outside_the_models_vocabulary_is_named(folder: Path) -> None:
+    write_json(folder / "model" / "config.json", {"model_type": "qwen3", "vocab_size": 7})
+    prompts = [
+        Prompt(index=number, source=f"train.jsonl:{number}", prompt_ids=ids, text="")
+        for number, ids in enumerate([(0, 6), (2, 7, 1), (3,)])
+    ]
+    check_vocabulary(config_of(folder), prompts[::2])
+    with pytest.raises(ConfigError) as caught:
+        check_vocabulary(config_of(folder), prompts)
+    assert str(caught.value) == (
+        f"--hf-checkpoint {folder / 'model'}: the tokenizer makes token 7 of train.jsonl:1, and the model's vocabulary "
+        "(vocab_size in config.json) ends at 6; give the model its own tokenizer"
+    )
 
 
 def test_the_longest_response_that_fits_is_accepted(folder: Path) -> None:
@@ -213,12 +283,13 @@ def test_the_longest_response_that_fits_is_accepted(folder: Path) -> None:
     [
         (b"", ": holds no prompts"),
         (b"\n  \n", ": holds no prompts"),
-        (b'{"q": 1, "a": 2}\n{"q": 1, "a"', ", last line: is no JSON: "),
+        (b'{"q": 1, "a": 2}\n{"q": 1, "a"', ", last line: is not JSON: "),
         (b'{"q": 1, "a": 2}\n[1]\n\n', ", last line: must be a JSON object, found list"),
-        (b'\n{"q": 1}\n{"q": 1, "a": 2}', ", first line: has no 'a' (--label-key); it has 'q'"),
-        (b'{"q": 1, "a": 2}\n{}\n', ", last line: has no 'q' (--input-key); it has nothing"),
-        (b'{"q": "\xff", "a": 2}\n', ", first line: is no JSON: "),
-        (b'{"q": ' + b"[" * 100_000 + b"\n", ", first line: is no JSON: "),
+        (b'\n{"q": 1}\n{"q": 1, "a": 2}', ", first line: has no key 'a' (--label-key); it has 'q'"),
+        (b'{"q": 1, "a": 2}\n{}\n', ", last line: has no key 'q' (--input-key); it has none"),
+        (b'{"q": "\xff", "a": 2}\n', ", first line: is not UTF-8 (byte 8 of the line)"),
+        (b'{"q": ' + b"[" * 100_000 + b"\n", ", first line: is not JSON: "),
+        (b'\xef\xbb\xbf{"q": 1}\n', ", first line: begins with a byte order mark; save the file as UTF-8 without one"),
     ],
 )
 def test_the_first_and_the_last_line_are_read(folder: Path, content: bytes, message: str) -> None:
@@ -231,14 +302,39 @@ def test_a_last_line_longer_than_a_block_is_read_whole(folder: Path) -> None:
     rows = [{"q": "1", "a": "2"}, {"q": "x" * 200_000, "b": "2"}]
     write_lines(folder / "train.jsonl", *rows)
     (found,) = findings(folder)
-    assert found.endswith("last line: has no 'a' (--label-key); it has 'q', 'b'")
+    assert found.endswith("last line: has no key 'a' (--label-key); it has 'q', 'b'")
+
+
+def test_a_huge_file_is_not_read_whole(folder: Path) -> None:
+    path = folder / "train.jsonl"
+    row = b'{"q": "1", "a": "2"}\n'
+    with path.open("wb") as file:
+        file.write(row)
+        file.seek(1 << 40)  # a hole: a terabyte of zeros that takes no room
+        file.write(b"\n" + row)
+    assert findings(folder) == []
+    with path.open("r+b") as file:
+        file.seek(len(row) - 1)
+        file.write(b" ")
+    assert findings(folder) == [f"--prompt-data {path}: has no line end within 64 MiB; write one JSON object a line"]
+    with path.open("r+b") as file:
+        file.write(row)
+        file.truncate(1 << 40)
+    assert findings(folder) == [f"--prompt-data {path}: has no line end within 64 MiB; write one JSON object a line"]
+
+
+def test_an_empty_evaluation_file_is_refused(folder: Path) -> None:
+    (folder / "eval.jsonl").touch()
+    assert findings(folder, eval_prompt_data=folder / "eval.jsonl") == [
+        f"--eval-prompt-data {folder / 'eval.jsonl'}: holds no prompts"
+    ]
 
 
 def test_held_out_prompts_and_metadata_are_checked_too(folder: Path) -> None:
     write_lines(folder / "eval.jsonl", {"q": "1", "a": "1", "m": {}})
     found = findings(folder, eval_prompt_data=folder / "eval.jsonl", metadata_key="m")
     assert found == [
-        f"--prompt-data {folder / 'train.jsonl'}, first line: has no 'm' (--metadata-key); it has 'q', 'a'"
+        f"--prompt-data {folder / 'train.jsonl'}, first line: has no key 'm' (--metadata-key); it has 'q', 'a'"
     ]
     (found,) = findings(folder, eval_prompt_data=folder)
     assert found == f"--eval-prompt-data {folder}: must be a .jsonl or .parquet file"
@@ -249,7 +345,7 @@ def test_parquet_columns_are_checked(folder: Path) -> None:
     parquet.write_table(pyarrow.table({"q": ["1"], "a": ["1"]}), path)
     assert findings(folder, prompt_data=path) == []
     assert findings(folder, prompt_data=path, label_key="b") == [
-        f"--prompt-data {path}: has no 'b' (--label-key); it has 'q', 'a'"
+        f"--prompt-data {path}: has no key 'b' (--label-key); it has 'q', 'a'"
     ]
     parquet.write_table(pyarrow.table({"q": pyarrow.array([], "string"), "a": pyarrow.array([], "string")}), path)
     assert findings(folder, prompt_data=path) == [f"--prompt-data {path}: holds no prompts"]
@@ -271,6 +367,23 @@ def test_reward_and_generate_functions_must_be_importable(folder: Path, monkeypa
     assert found.startswith("--custom-generate preflight_functions:score: must be an `async def ")
 
 
+def test_a_function_whose_import_fails_is_shown_by_file_and_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "preflight_broken.py").write_text("import math\n\nmath.sqrt(-1)\n")
+    (folder / "preflight_leaving.py").write_text("import sys\nsys.exit(3)\n")
+    (folder / "preflight_caller.py").write_text("import preflight_broken\n")
+    (folder / "preflight_needy.py").write_text("\nimport no_such_library\n")
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    messages = {
+        "preflight_broken": "ValueError: math domain error (preflight_broken.py:3)",
+        "preflight_leaving": "SystemExit: 3 (preflight_leaving.py:2)",
+        "preflight_caller": "ValueError: math domain error (preflight_caller.py:1)",
+        "preflight_needy": "ModuleNotFoundError: No module named 'no_such_library' (preflight_needy.py:2)",
+    }
+    for module, message in messages.items():
+        assert findings(folder, reward=f"{module}:score") == [f"--reward {module}:score: {message}"]
+
+
 def test_a_reward_that_compares_needs_labels(folder: Path) -> None:
     assert findings(folder, label_key=None) == ["--reward math: it needs a label; give --label-key KEY"]
 
@@ -283,6 +396,174 @@ def test_an_unwritable_folder_is_named(folder: Path) -> None:
     assert findings(folder, save="/proc/drivetrain")[0].startswith("--save /proc/drivetrain: cannot write in /proc: ")
     assert findings(folder, update_weight_disk_dir=folder / "file") == [
         f"--update-weight-disk-dir {folder / 'file'}: {folder / 'file'} is a file, not a folder; choose another"
+    ]
+
+
+@pytest.mark.parametrize("path", ["a\0b", "x" * 300])
+@pytest.mark.parametrize("option", ["hf_checkpoint", "prompt_data", "save", "load"])
+def test_a_path_that_cannot_be_looked_up_is_named(folder: Path, option: str, path: str) -> None:
+    (found,) = findings(folder, **{option: path})
+    assert found.startswith(f"--{option.replace('_', '-')} {path!r}: is no usable path (")
+
+
+def test_a_run_does_not_write_over_what_it_reads(folder: Path) -> None:
+    model = folder / "model"
+    (folder / "link").symlink_to(model)
+    assert findings(folder, save="/") == [
+        "--save /: is the root of the file system; choose a folder of its own for the run"
+    ]
+    for save in (model, model / "run", folder / "link" / "run"):
+        assert findings(folder, save=save) == [
+            f"--save {save}: lies in the model folder of --hf-checkpoint {model}; choose a folder outside of it"
+        ]
+    assert findings(folder, save=folder) == [
+        f"--save {folder}: holds the model folder of --hf-checkpoint {model}; choose a folder of its own"
+    ]
+    disk = {"update_weight_transport": "disk", "update_weight_disk_dir": model / "weights"}
+    assert findings(folder, **disk) == [
+        f"--update-weight-disk-dir {model / 'weights'}: lies in the model folder of --hf-checkpoint {model}; choose a "
+        "folder outside of it"
+    ]
+
+
+def test_all_checkpoints_of_a_run_must_fit_together(folder: Path) -> None:
+    assert findings(folder, num_rollout=10**13) == []
+    (found,) = findings(folder, num_rollout=10**13, save_interval=2)
+    # 19 parameters of 12 bytes each
+    assert found.startswith(
+        "--save-interval 2: the 5000000000000 checkpoints of this run take about 1036.8 TiB, and the file system of "
+        f"--save {folder / 'run'} has "
+    )
+    assert found.endswith("free; raise it, or make room")
+
+
+def test_a_model_too_large_for_this_machine_is_found_by_its_header_alone(folder: Path) -> None:
+    for file in (folder / "model").glob("*.safetensors*"):
+        file.unlink()
+    elements = 1 << 40
+    header = json.dumps({"one": {"dtype": "BF16", "shape": [elements // 4, 4], "data_offsets": [0, 2 * elements]}})
+    with (folder / "model" / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header.encode())
+        file.truncate(8 + len(header) + 2 * elements)  # a hole, which takes no room
+    disk = {"update_weight_transport": "disk", "update_weight_disk_dir": folder / "weights"}
+    checkpoint, weights, memory = findings(folder, bf16=True, rollout_num_gpus=2, **disk)
+    assert checkpoint.startswith(
+        f"--save {folder / 'run'}: a checkpoint of {elements} parameters takes about 12.0 TiB, and its file system has "
+    )
+    assert weights.startswith(
+        f"--update-weight-disk-dir {folder / 'weights'}: --update-weight-transport disk writes about 2.0 TiB of weights"
+    )
+    # 16 bytes a parameter to train, 2 in each engine
+    assert memory.startswith(
+        f"1 train worker and 2 rollout engines for a model of {elements} parameters need at least 20.0 TiB of memory, "
+    )
+    assert memory.endswith(
+        "lower --rollout-num-gpus 2, or give a smaller --hf-checkpoint, or use a machine with more memory"
+    )
+
+
+# -- the checkpoint to start from --------------------------------------------------------------------------------------
+
+
+def test_a_run_to_start_from_must_hold_its_checkpoint(folder: Path) -> None:
+    run = folder / "old"
+    run.mkdir()
+    assert findings(folder, load=run) == [
+        f"--load {run} holds no checkpoint: {run / 'latest'} is missing; give the folder of a run that saved one"
+    ]
+
+
+def test_a_damaged_checkpoint_is_refused_and_others_are_named(folder: Path) -> None:
+    run = folder / "old"
+    for name in ("iter_0000002", "iter_0000004", "iter_0000006.partial"):
+        (run / name).mkdir(parents=True)
+    (run / "latest").write_text("iter_0000004\n")
+    damage = [
+        f"{run}/iter_0000004 is no checkpoint of the fsdp backend: it has no trainer_state.json; use another "
+        "checkpoint of the run",
+        f"{run}/iter_0000004 is no complete checkpoint: {run}/iter_0000004/dcp/.metadata is missing; use another "
+        "checkpoint of the run",
+    ]
+    assert findings(folder, load=run, num_rollout=9) == [f"--load {one} (beside it: iter_0000002)" for one in damage]
+    write_json(run / "config.json", {"train-backend": "fsdp", "hf-checkpoint": str(folder / "model")})
+    with pytest.raises(DataError) as caught:
+        export_run(run, folder / "out")
+    assert str(caught.value).splitlines() == [f"RUN {one} (beside it: iter_0000002)" for one in damage]
+    assert not (folder / "out").exists()
+
+
+def test_weights_that_have_had_all_rollouts_are_refused(folder: Path) -> None:
+    checkpoint = folder / "old" / "iter_0000004"
+    checkpoint.mkdir(parents=True)
+    assert findings(folder, load=checkpoint, num_rollout=4)[-1] == (
+        f"--load {checkpoint} was trained on 4 rollouts already, and --num-rollout ends the run at 4; raise it above 4"
+    )
+
+
+def test_a_run_is_not_continued_in_its_own_folder(folder: Path) -> None:
+    run = folder / "old"
+    (run / "iter_0000004").mkdir(parents=True)
+    (run / "latest").write_text("iter_0000004\n")
+    for save in (run, run / "iter_0000004", run / "iter_0000004" / "next"):
+        found = findings(folder, load=run, save=save, num_rollout=9)
+        assert found[-1] == f"--save {save}: is the run that --load {run} starts from; choose a new folder for this run"
+
+
+# -- the machine -------------------------------------------------------------------------------------------------------
+
+
+def test_more_processes_than_memory_holds_are_refused(folder: Path) -> None:
+    (found,) = findings(folder, actor_num_gpus_per_node=100_000)
+    assert found.startswith(
+        "100000 train workers and 1 rollout engine for a model of 19 parameters need at least 24.4 TiB of memory, and "
+    )
+    assert found.endswith("are available; lower --actor-num-gpus-per-node 100000, or use a machine with more memory")
+    assert findings(folder, actor_num_gpus_per_node=100_000, ray_address="127.0.0.1:6379") == []
+
+
+def test_one_machine_is_one_node(folder: Path) -> None:
+    assert findings(folder, actor_num_nodes=2) == [
+        "--actor-num-nodes 2: this machine is one node; give --ray-address of a cluster, or leave it at 1"
+    ]
+    assert findings(folder, actor_num_nodes=2, ray_address="127.0.0.1:6379") == []
+
+
+def gpu_findings(folder: Path, gpus: int, **changes: object) -> list[str]:
+    """What would be found on a machine with this many GPUs."""
+    config = config_of(folder, **changes)
+    return machine_findings(config, replace(run_size(config, with_parameters=True), gpus=gpus))
+
+
+def test_ranks_are_held_against_the_gpus_of_the_machine(folder: Path) -> None:
+    assert gpu_findings(folder, 4, actor_num_gpus_per_node=2, rollout_num_gpus=2) == []
+    assert gpu_findings(folder, 4, actor_num_gpus_per_node=4, rollout_num_gpus=2) == [
+        "--actor-num-gpus-per-node 4 and --rollout-num-gpus 2 ask for 6 GPUs, and this machine has 4; lower one of "
+        "them, give --ray-address of a cluster, or put CUDA_VISIBLE_DEVICES= (empty) before the command to run on CPU "
+        "ranks"
+    ]
+    assert gpu_findings(folder, 1) == [
+        "--actor-num-gpus-per-node 1 and --rollout-num-gpus 1 ask for 2 GPUs, and this machine has 1; trainer and "
+        "engine need a GPU each: add one, give --ray-address of a cluster, or put CUDA_VISIBLE_DEVICES= (empty) before "
+        "the command to run on CPU ranks"
+    ]
+
+
+def test_a_run_without_engines_needs_no_gpus_for_them(folder: Path) -> None:
+    sft = {"algorithm": "sft", "n_samples_per_prompt": None, "reward": None}
+    assert gpu_findings(folder, 1, **sft) == []
+    (found,) = gpu_findings(folder, 1, **sft, actor_num_gpus_per_node=2)
+    assert found.startswith("--actor-num-gpus-per-node 2 ask for 2 GPUs, and this machine has 1; lower it, ")
+    (found,) = gpu_findings(folder, 1, **sft, eval_prompt_data=folder / "train.jsonl")
+    assert found.startswith("--actor-num-gpus-per-node 1 and --rollout-num-gpus 1 ask for 2 GPUs")
+
+
+def test_a_backend_that_needs_a_gpu_is_refused_without_one(folder: Path) -> None:
+    config = config_of(folder)
+    capabilities = replace(config.backend.capabilities, devices=("cuda",))
+    config = replace(config, backend=replace(config.backend, capabilities=capabilities))
+    assert machine_findings(config, run_size(config, with_parameters=True)) == [
+        "--train-backend fsdp: runs on cuda, and there is no GPU here; use a machine that has one, give --ray-address "
+        "of a cluster, or choose another backend"
     ]
 
 

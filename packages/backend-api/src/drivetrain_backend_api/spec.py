@@ -13,6 +13,8 @@ from drivetrain_backend_api.config import OptionGroup, TrainConfig
 from drivetrain_backend_api.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from drivetrain_backend_api.algorithm import Algorithm
     from drivetrain_backend_api.backend import TrainBackend
 
@@ -115,12 +117,17 @@ class BackendSpec(PluginSpec):
         export_checkpoint: "module:function" with the parameters (folder, hf_checkpoint, out, dtype=None) that turns a
             folder written by `save_checkpoint` into a Hugging Face folder, in one process and without groups;
             imported only by `load_export_checkpoint`. "" when the backend has none.
+        check_checkpoint: "module:function" with the parameter (folder) that returns one sentence for each thing wrong
+            with a folder that `save_checkpoint` should have written, each with its file and the way out; it reads no
+            tensor and executes nothing of the folder. Imported only by `load_check_checkpoint`. "" when the backend
+            has none.
     """
 
     config_class: type[TrainConfig]
     capabilities: Capabilities = field(default_factory=Capabilities)
     preference: int = 0
     export_checkpoint: str = ""
+    check_checkpoint: str = ""
 
     def load(self) -> "type[TrainBackend]":
         """Import and return the backend's class."""
@@ -135,6 +142,12 @@ class BackendSpec(PluginSpec):
         if not self.export_checkpoint:
             raise ConfigError(f"train backend {self.name!r} cannot export a checkpoint to a Hugging Face folder")
         return _import(self.export_checkpoint)  # type: ignore[no-any-return]
+
+    def load_check_checkpoint(self) -> Callable[["Path"], list[str]]:
+        """Import and return the checkpoint check; where the backend has none, one that finds nothing."""
+        if not self.check_checkpoint:
+            return no_findings
+        return _import(self.check_checkpoint)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,23 +1,20 @@
 """Checkpoints of this backend: written by PyTorch DCP, read under any number of ranks, exported to Hugging Face.
 
-A folder holds `dcp/` (weights and Adam's moments, sharded), `trainer_state.json` (the scalars) and one
-`rng_rank*.safetensors` a rank. Reading trusts none of it: tensors are loaded with `weights_only`, and the metadata
-through an unpickler that knows DCP's own classes only. Which folder, and when it is complete, is not decided here.
+Which files a folder holds, and how they are read without trust, is in `checkpoint_files`. Which folder, and when it is
+complete, is not decided here.
 """
 
 import json
-import pickle
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -30,62 +27,25 @@ from torch.distributed.tensor import DTensor
 from drivetrain_backend_api.errors import DataError, DrivetrainError
 from drivetrain_backend_fsdp.attention import PACKED_ATTENTION
 from drivetrain_backend_fsdp.causal_lm import build, tied_names
+from drivetrain_backend_fsdp.checkpoint_files import (
+    FORMAT,
+    OTHER_CHECKPOINT,
+    STATE,
+    TENSORS,
+    TrainerState,
+    read_metadata,
+    read_random_state,
+    read_state,
+    rng_file,
+)
 from drivetrain_backend_fsdp.collectives import gathered, together
 from drivetrain_backend_fsdp.hf_checkpoint import TensorHeader, read_config, read_headers
 from drivetrain_backend_fsdp.model import ShardedModel, stored_name
 from drivetrain_backend_fsdp.optimizer import LossScaler, ShardedAdamW
 
-FORMAT = 1
-"""Version of the folder's layout."""
-
-_TENSORS = "dcp"
-_STATE = "trainer_state.json"
 _MODEL_PREFIX = "model."
 _OPTIMIZER_PREFIX = "optimizer."
 _EXPORT_SHARD_BYTES = 4 * 1024**3
-
-_METADATA_CLASSES = frozenset(
-    (
-        *(
-            ("torch.distributed.checkpoint.metadata", name)
-            for name in (
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "Metadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "TensorProperties",
-                "TensorStorageMetadata",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch.serialization", "_get_layout"),
-        ("torch", "Size"),
-        *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),
-    )
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerState:
-    """The scalars of a checkpoint.
-
-    Attributes:
-        format: layout of the folder.
-        next_rollout_id: how many rollouts the weights were trained on.
-        optimizer_steps: steps taken, which is also the schedule's position.
-        loss_scale: of fp16, 1 otherwise.
-        loss_scale_good_steps: steps since the scale last changed.
-        world_size: ranks that wrote it.
-    """
-
-    format: int
-    next_rollout_id: int
-    optimizer_steps: int
-    loss_scale: float
-    loss_scale_good_steps: int
-    world_size: int
 
 
 def save_checkpoint(
@@ -118,7 +78,7 @@ def save_checkpoint(
             )
 
     def write_own() -> None:
-        save_file(_random_state(device), _rng_file(folder, rank))
+        save_file(_random_state(device), rng_file(folder, rank))
         if rank == 0:
             state = TrainerState(
                 format=FORMAT,
@@ -128,14 +88,14 @@ def save_checkpoint(
                 loss_scale_good_steps=scaler.good_steps,
                 world_size=ranks,
             )
-            (folder / _STATE).write_text(json.dumps(asdict(state), indent=2) + "\n")
+            (folder / STATE).write_text(json.dumps(asdict(state), indent=2) + "\n")
 
     together(look, control)
     together(write_own, control)
     try:
         save(
             _tensors(model, optimizer),
-            storage_writer=FileSystemWriter(folder / _TENSORS),
+            storage_writer=FileSystemWriter(folder / TENSORS),
             process_group=control,
         )
     except CheckpointException as error:
@@ -172,52 +132,17 @@ def load_checkpoint(
             "--load must name a folder that all nodes share"
         )
     try:
-        load(_tensors(model, optimizer), storage_reader=_Reader(folder / _TENSORS), process_group=control)
+        load(_tensors(model, optimizer), storage_reader=_Reader(folder / TENSORS), process_group=control)
     except CheckpointException as error:
-        raise DataError(f"reading the checkpoint {folder} failed: {_first_failure(error)}") from error
+        raise DataError(
+            f"reading the checkpoint {folder} failed ({_first_failure(error)}); {OTHER_CHECKPOINT}"
+        ) from error
     optimizer.steps = state.optimizer_steps
     if scaler.enabled:
         scaler.scale, scaler.good_steps = state.loss_scale, state.loss_scale_good_steps
     if state.world_size == model.mesh.size():
-        together(lambda: _restore_random_state(_rng_file(folder, model.mesh.get_rank()), device), control)
+        together(lambda: _restore_random_state(rng_file(folder, model.mesh.get_rank()), device), control)
     return state.next_rollout_id
-
-
-def read_state(folder: Path) -> TrainerState:
-    """Read the scalars of a checkpoint.
-
-    Raises:
-        DataError: there is none, or it is damaged or of another format.
-    """
-    path = folder / _STATE
-    if not path.is_file():
-        raise DataError(f"{folder} is no checkpoint of the fsdp backend: it has no {_STATE}")
-    try:
-        state = TrainerState(**json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
-        raise DataError(f"{path} is damaged: {error}; use an older checkpoint") from error
-    if state.format != FORMAT:
-        raise DataError(f"{path} has format {state.format}, this release reads {FORMAT}; use the release that wrote it")
-    return state
-
-
-def read_metadata(folder: Path) -> Metadata:
-    """Read what DCP says of a checkpoint's tensors, by an unpickler that builds nothing but DCP's own classes.
-
-    Raises:
-        DataError: it is missing, damaged, or holds anything else.
-    """
-    path = folder / _TENSORS / ".metadata"
-    try:
-        with path.open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-    except FileNotFoundError as error:
-        raise DataError(f"{folder} is no complete checkpoint: {path} is missing; use an older one") from error
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, TypeError, ValueError) as error:
-        raise DataError(f"{path} is damaged: {error}; use an older checkpoint") from error
-    if not isinstance(metadata, Metadata):
-        raise DataError(f"{path} is damaged: it holds a {type(metadata).__name__}; use an older checkpoint")
-    return metadata
 
 
 def export_checkpoint(folder: Path, hf_checkpoint: Path, out: Path, dtype: torch.dtype | None = None) -> None:
@@ -257,15 +182,6 @@ def export_checkpoint(folder: Path, hf_checkpoint: Path, out: Path, dtype: torch
         aside.rename(out)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _METADATA_CLASSES:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
 
 
 class _Reader(FileSystemReader):
@@ -317,11 +233,9 @@ def _check_fit(folder: Path, metadata: Metadata, shapes: Mapping[str, tuple[int,
 
 def _first_failure(error: CheckpointException) -> str:
     rank, (cause, _) = next(iter(error.failures.items()))
-    return f"rank {rank}: {type(cause).__name__}: {cause}"
-
-
-def _rng_file(folder: Path, rank: int) -> Path:
-    return folder / f"rng_rank{rank:05d}.safetensors"
+    # torch goes on for a page about what one could do instead
+    first_line = next(iter(str(cause).splitlines()), "")
+    return f"rank {rank}: {type(cause).__name__}: {first_line}"
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:
@@ -332,12 +246,8 @@ def _random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def _restore_random_state(path: Path, device: torch.device) -> None:
-    try:
-        states = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise DataError(f"{path} cannot be read: {error}; use an older checkpoint") from error
-    if "cpu" in states:
-        torch.set_rng_state(states["cpu"])
+    states = read_random_state(path)
+    torch.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
 
@@ -424,6 +334,8 @@ def _load_alone(folder: Path, tensors: dict[str, Tensor]) -> None:
         with warnings.catch_warnings():
             # DCP warns that no process group exists, which is the point.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            load(tensors, storage_reader=_Reader(folder / _TENSORS), no_dist=True)
+            load(tensors, storage_reader=_Reader(folder / TENSORS), no_dist=True)
     except CheckpointException as error:
-        raise DataError(f"reading the checkpoint {folder} failed: {_first_failure(error)}") from error
+        raise DataError(
+            f"reading the checkpoint {folder} failed ({_first_failure(error)}); {OTHER_CHECKPOINT}"
+        ) from error

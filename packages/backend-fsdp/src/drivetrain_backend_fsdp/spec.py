@@ -41,4 +41,5 @@ SPEC = BackendSpec(
     preference=10,
     probe=probe,
     export_checkpoint="drivetrain_backend_fsdp.checkpoint:export_checkpoint",
+    check_checkpoint="drivetrain_backend_fsdp.checkpoint_files:check_checkpoint",
 )

@@ -3,6 +3,7 @@
 Knows nothing of engines, rewards or training. The tokenizer is given; transformers is never imported here.
 """
 
+import codecs
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -198,7 +199,7 @@ class _Row:
 
     @staticmethod
     def parse(index: int, source: str, row: Mapping[str, Any], config: DataConfig) -> "_Row":
-        given = _value_at(row, config.input_key, "--input-key", source)
+        given = value_at(row, config.input_key, "--input-key", source)
         text = given if isinstance(given, str) else None
         messages: tuple[dict[str, Any], ...] = ()
         if text is None:
@@ -211,9 +212,9 @@ class _Row:
             messages = ({"role": "system", "content": config.system_prompt}, *messages)
         label = metadata = None
         if config.label_key is not None:
-            label = _label_text(_value_at(row, config.label_key, "--label-key", source), config.label_key, source)
+            label = _label_text(value_at(row, config.label_key, "--label-key", source), config.label_key, source)
         if config.metadata_key is not None:
-            metadata = _value_at(row, config.metadata_key, "--metadata-key", source)
+            metadata = value_at(row, config.metadata_key, "--metadata-key", source)
             if not isinstance(metadata, dict):
                 raise DataError(
                     f"{source}: {config.metadata_key!r} must be a table of names and values, found {metadata!r:.60}"
@@ -221,7 +222,12 @@ class _Row:
         return _Row(index=index, source=source, text=text, messages=messages, label=label, metadata=metadata or {})
 
 
-def _value_at(row: Mapping[str, Any], key: str, flag: str, source: str) -> Any:
+def value_at(row: Mapping[str, Any], key: str, flag: str, source: str) -> Any:
+    """Return what a row has under the key that a flag names.
+
+    Raises:
+        DataError: it has no such key; names the row and its keys.
+    """
     if key not in row:
         raise DataError(f"{source}: has no key {key!r} ({flag}); it has {', '.join(map(repr, row)) or 'none'}")
     return row[key]
@@ -306,15 +312,26 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             if not line.strip():
                 continue
             source = f"{path}:{number}"
-            try:
-                row = json.loads(line.decode("utf-8"))
-            except UnicodeDecodeError as error:
-                raise DataError(f"{source}: is not UTF-8 (byte {error.start + 1} of the line)") from error
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{source}: is not JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise DataError(f"{source}: must be a JSON object, found {type(row).__name__}")
-            yield source, row
+            yield source, parse_row(line, source)
+
+
+def parse_row(line: bytes, source: str) -> dict[str, Any]:
+    """Read one line of a .jsonl file.
+
+    Raises:
+        DataError: it is no JSON object in UTF-8; names the source.
+    """
+    if line.startswith(codecs.BOM_UTF8):
+        raise DataError(f"{source}: begins with a byte order mark; save the file as UTF-8 without one")
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{source}: is not UTF-8 (byte {error.start + 1} of the line)") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{source}: is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{source}: must be a JSON object, found {type(row).__name__}")
+    return row
 
 
 def _read_parquet(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:

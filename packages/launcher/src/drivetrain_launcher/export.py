@@ -6,6 +6,7 @@ from typing import Any
 
 from drivetrain_backend_api import TRAIN_BACKENDS, ConfigError, DataError, load_spec
 from drivetrain_infra.run_folder import RunFolder, resolve_checkpoint
+from drivetrain_launcher.preflight.checkpoint import checkpoint_findings
 
 DTYPES = ("float32", "bfloat16", "float16")
 """What a model can be exported in."""
@@ -28,6 +29,8 @@ def export_run(run: Path, out: Path, dtype: str | None = None) -> None:
     checkpoint = resolve_checkpoint(run, what="RUN")
     config = _saved_config(RunFolder(checkpoint.parent).config)
     spec = load_spec(TRAIN_BACKENDS, config["train-backend"])
+    if findings := checkpoint_findings(spec, checkpoint, what="RUN"):
+        raise DataError("\n".join(findings))
     import torch
 
     chosen = None if dtype is None else getattr(torch, dtype)

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -143,13 +144,26 @@ def load_function(path: str, *, flag: str) -> Callable[..., Any]:
         function = importlib.import_module(module_name)
         for attribute in function_name.split("."):
             function = getattr(function, attribute)
-    except Exception as error:  # an import may raise anything
-        raise ConfigError(
-            f"{flag} {path}: {type(error).__name__}: {error} (modules are searched from {here} and the environment)"
-        ) from error
+    except (Exception, SystemExit) as error:  # an import may raise anything
+        place = _place_in(module_name, error) or f"modules are searched from {here} and the environment"
+        raise ConfigError(f"{flag} {path}: {type(error).__name__}: {error} ({place})") from error
     if not callable(function):
         raise ConfigError(f"{flag} {path}: is a {type(function).__name__}, not a function")
     return function
+
+
+def _place_in(module_name: str, error: BaseException) -> str | None:
+    """Return "FILE:LINE" of the innermost frame of the module's own package, None where the error came before any."""
+    package = module_name.partition(".")[0]
+    frames = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if str(frame.f_globals.get("__name__")).partition(".")[0] == package
+    ]
+    if not frames:
+        return None
+    file, line = frames[-1]
+    return f"{os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file}:{line}"
 
 
 # -- exact ------------------------------------------------------------------------------------------------------------

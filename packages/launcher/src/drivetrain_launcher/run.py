@@ -16,7 +16,7 @@ from drivetrain_infra.run_folder import RunFolder, resolve_checkpoint
 from drivetrain_infra.tracking.base import Tracker, Trackers
 from drivetrain_infra.tracking.jsonl import JsonlTracker
 from drivetrain_launcher.config import DrivetrainConfig
-from drivetrain_launcher.preflight import check_lengths, preflight
+from drivetrain_launcher.preflight import check_lengths, check_vocabulary, preflight
 from drivetrain_launcher.recipes import arithmetic
 from drivetrain_launcher.rewards import Reward, load_reward
 from drivetrain_launcher.sources import Request, Stage, build_config, config_values
@@ -154,6 +154,7 @@ def prepare_stage(
         reward = load_reward(config.rollout.reward, key=config.rollout.reward_key)
         reward.check_labels([*(dataset.prompts if config.algorithm.generates else ()), *held_out])
     check_lengths(config, dataset.prompts, tokenizer)
+    check_vocabulary(config, [*dataset.prompts, *held_out])
     stop = _num_rollouts(config, len(dataset))
     config = _resolved(_absolute(start_from or config), stop)
     if _computes_in_fp32_by_default(config):

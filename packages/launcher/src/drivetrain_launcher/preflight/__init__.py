@@ -1,0 +1,124 @@
+"""What can be found wrong before anything starts: files, folders, sizes, functions, and what the plugins refuse.
+
+Reads headers, first and last lines, and the sizes of files: quick, however large they are. Knows no plugin by name, and
+nothing of Ray.
+"""
+
+from pathlib import Path
+
+from drivetrain_backend_api import ConfigError, OptionGroup, options
+from drivetrain_launcher.arguments import unavailable
+from drivetrain_launcher.config import DrivetrainConfig
+from drivetrain_launcher.preflight.checkpoint import checkpoint_findings, find_load
+from drivetrain_launcher.preflight.folders import folder_findings
+from drivetrain_launcher.preflight.machine import machine_findings
+from drivetrain_launcher.preflight.model_folder import check_model_folder, model_findings
+from drivetrain_launcher.preflight.prompts import check_lengths, check_vocabulary, prompt_file_findings
+from drivetrain_launcher.preflight.size import run_size
+from drivetrain_launcher.rewards import load_reward
+
+__all__ = ["check_lengths", "check_model_folder", "check_vocabulary", "checkpoint_findings", "preflight"]
+
+
+def preflight(config: DrivetrainConfig) -> None:
+    """Check everything that can be checked without starting anything.
+
+    Raises:
+        ConfigError: one finding a line, all of them.
+    """
+    findings = unavailable(config.backend, config.engine, config.algorithm)
+    findings += _plugin_findings(config)
+    findings += _capability_findings(config)
+    unusable = _path_findings(config)
+    findings += unusable
+    if not unusable:
+        in_models = model_findings(config)
+        size = run_size(config, with_parameters=not in_models)
+        loaded, in_checkpoint = find_load(config)
+        findings += in_models + in_checkpoint + prompt_file_findings(config)
+    findings += _batch_findings(config)
+    findings += _function_findings(config)
+    if not unusable:
+        findings += folder_findings(config, size, loaded) + machine_findings(config, size)
+    if findings:
+        raise ConfigError("\n".join(dict.fromkeys(findings)))
+
+
+def _plugin_findings(config: DrivetrainConfig) -> list[str]:
+    return [finding for spec in (config.backend, config.engine, config.algorithm) for finding in spec.validate(config)]
+
+
+def _capability_findings(config: DrivetrainConfig) -> list[str]:
+    """Hold what is asked for against what the train backend claims."""
+    backend, train = config.backend, config.train
+    claimed = backend.capabilities
+    findings = []
+    if train.precision not in claimed.precisions:
+        findings.append(
+            f"--train-backend {backend.name} does not compute in {train.precision}; "
+            f"give {' or '.join('--' + one for one in claimed.precisions)}"
+        )
+    if train.ref_load is not None and not claimed.reference:
+        findings.append(f"--ref-load: --train-backend {backend.name} keeps no reference; use another backend")
+    if train.opd_teacher_load is not None and not claimed.teacher:
+        findings.append(f"--opd-teacher-load: --train-backend {backend.name} keeps no teacher; use another backend")
+    return findings
+
+
+def _path_findings(config: DrivetrainConfig) -> list[str]:
+    """Find paths that the system cannot even look up, so that no other check meets one."""
+    groups = [value for value in vars(config).values() if isinstance(value, OptionGroup)]
+    paths = {
+        one.flag: getattr(group, one.name)
+        for group in groups
+        for one in options(type(group))
+        if one.metavar in ("DIR", "FILE")
+    }
+    return [
+        f"{flag} {path!r}: is no usable path ({problem}); choose another"
+        for flag, path in paths.items()
+        if path is not None and (problem := _lookup_problem(path))
+    ]
+
+
+def _lookup_problem(path: str) -> str | None:
+    try:
+        Path(path).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:  # a name too long, a loop of links, a folder that may not be entered
+        return error.strerror
+    except ValueError as error:  # a NUL byte, a lone surrogate
+        return str(error)
+    return None
+
+
+def _batch_findings(config: DrivetrainConfig) -> list[str]:
+    rollout, step = config.rollout, config.train.global_batch_size
+    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    if step is None or samples % step == 0:
+        return []
+    return [
+        f"--global-batch-size {step} does not divide the {samples} samples of a rollout (--rollout-batch-size "
+        f"{rollout.rollout_batch_size} x --n-samples-per-prompt {rollout.n_samples_per_prompt}); choose a divisor"
+    ]
+
+
+def _function_findings(config: DrivetrainConfig) -> list[str]:
+    rollout, findings = config.rollout, []
+    if rollout.custom_generate is not None:
+        from drivetrain_launcher.custom_generate import load_custom_generate  # needs torch
+
+        try:
+            load_custom_generate(rollout.custom_generate)
+        except ConfigError as error:
+            findings.append(str(error))
+    if not config.algorithm.generates and config.evaluation.eval_prompt_data is None:
+        return findings  # nothing is rewarded
+    try:
+        reward = load_reward(rollout.reward, key=rollout.reward_key)
+    except ConfigError as error:
+        return [*findings, str(error)]
+    if config.data.label_key is None and (problem := reward.label_problem(None)):
+        findings.append(f"--reward {reward.name}: {problem}")
+    return findings
