@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -123,9 +124,9 @@ def test_a_failure_names_function_and_sample() -> None:
         run(fails_on_one, CountingEngine())
 
 
-def respond(*token_ids: object, mask: object = 1, log_prob: object = -0.5) -> CustomResponse:
+def respond(*token_ids: Any, mask: int = 1, log_prob: float = -0.5) -> CustomResponse:
     count = len(token_ids)
-    return CustomResponse(token_ids=token_ids, loss_mask=[mask] * count, log_probs=[log_prob] * count)  # type: ignore[arg-type]
+    return CustomResponse(token_ids=token_ids, loss_mask=[mask] * count, log_probs=[log_prob] * count)
 
 
 @pytest.mark.parametrize(

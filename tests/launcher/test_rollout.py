@@ -3,7 +3,7 @@
 import math
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from drivetrain_backend_api import DataError, DrivetrainError, load_implementation, load_spec
-from drivetrain_backend_api.batch import SampleStatus
+from drivetrain_backend_api import TRAIN_BACKENDS, DataError, DrivetrainError, load_implementation, load_spec
+from drivetrain_backend_api.backend import TrainBackend
+from drivetrain_backend_api.batch import SampleStatus, from_samples
+from drivetrain_backend_api.parallel import Role
 from drivetrain_infra.engines.base import (
     ROLLOUT_ENGINES,
     EngineSettings,
@@ -21,6 +23,8 @@ from drivetrain_infra.engines.base import (
     Generation,
     SamplingParams,
 )
+from drivetrain_launcher.algorithms.grpo import Grpo
+from drivetrain_launcher.algorithms.grpo_spec import GrpoConfig
 from drivetrain_launcher.config import DataConfig
 from drivetrain_launcher.data import Prompt, PromptDataset
 from drivetrain_launcher.recipes import arithmetic
@@ -145,16 +149,44 @@ def test_the_engines_serve_the_weights_that_the_rollout_before_made(
     assert batch.per_sample["weight_version"].tolist() == [4] * 12
 
 
-def test_responses_without_tokens_make_a_rollout(generator: Generator, prompts: Sequence[Prompt]) -> None:
+@pytest.fixture
+def trainer(sums: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainBackend]:
+    """A real train backend of one rank, in this process."""
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    spec = load_spec(TRAIN_BACKENDS, "fsdp")
+    config = spec.config_class(hf_checkpoint=str(sums / "model"), fp32=True, lr=1e-3, global_batch_size=2)
+    with load_implementation(TRAIN_BACKENDS, spec)(config, Role.POLICY, 0, 1, "cpu") as backend:
+        backend.setup()
+        yield backend
+
+
+@pytest.mark.parametrize("calculate_per_token_loss", [False, True])
+def test_responses_without_tokens_are_trained_on(
+    calculate_per_token_loss: bool, generator: Generator, prompts: Sequence[Prompt], trainer: TrainBackend
+) -> None:
     def silent(requests: Sequence[GenerateRequest], *, samples: Sequence[str], weight_version: int) -> list[Generation]:
         return [
             Generation(token_ids=(), log_probs=(), finish_reason=FinishReason.STOP, weight_version=weight_version)
             for _ in requests
         ]
 
-    rollout = replace(generator, call=silent).generate(0, prompts, samples_per_prompt=2, sampling=SAMPLING)
-    assert rollout.batch.response_lengths.tolist() == [0] * 12
+    rollout = replace(generator, call=silent).generate(0, prompts[:2], samples_per_prompt=2, sampling=SAMPLING)
+    assert rollout.batch.response_lengths.tolist() == [0] * 4
     assert all(math.isfinite(value) for value in rollout.metrics.values())
+    algorithm = Grpo(GrpoConfig(calculate_per_token_loss=calculate_per_token_loss, entropy_coef=0.1))
+    steps = trainer.train(0, trainer.preprocess_rollout_data(rollout.batch), algorithm)
+    assert [(step["loss"], step["grad_norm"], step["skipped_steps"]) for step in steps] == [(0.0, 0.0, 0.0)] * 2
+    masked = from_samples(
+        [(1, 2)] * 4,
+        [(3,), (), (4, 5), ()],
+        per_token={"loss_mask": [[0.0], [], [1.0, 1.0], []], "rollout_log_probs": [[0.0], [], [-0.5, -0.5], []]},
+        per_sample={"reward": [0.0, 1.0, 0.0, 1.0], "group_id": [0, 0, 1, 1]},
+    )
+    first, second = trainer.train(1, trainer.preprocess_rollout_data(masked), algorithm)
+    assert (first["loss"], first["grad_norm"]) == (0.0, 0.0)
+    assert math.isfinite(second["loss"])
+    assert second["grad_norm"] > 0
 
 
 def test_labelled_rollouts_count_every_response_token() -> None:

@@ -103,9 +103,10 @@ def _train(words: Sequence[str]) -> int:
     try:
         code = run_train(request)
     except BaseException as error:  # as in `main`, but the run has a folder, and perhaps a checkpoint in it
-        code = _report(error, request.save)
+        folder = request.save.absolute()
+        code = _report(error, folder)
         if code != REFUSED:
-            _say_what_is_saved(request.save)
+            _say_what_is_saved(folder)
     _end_whatever_hangs(code)
     return code
 
@@ -173,17 +174,18 @@ def _report(error: BaseException, folder: Path | None = None) -> int:
         case SystemExit():
             return error.code if isinstance(error.code, int) else FAILED if error.code else 0
         case ConfigError() | DiscoveryError():
-            for finding in str(error).splitlines():
-                _say(f"error: {finding}")
+            _say_findings(error)
             return REFUSED
+        case DrivetrainError() if folder is None:
+            _say_findings(error)
+            if error.__cause__ is None:
+                return FAILED
         case DrivetrainError():
             _say(f"error: {_sentence(str(error))}")
-            if folder is None and error.__cause__ is None:
-                return FAILED
         case OutputError(__cause__=OSError() as problem):
             return _report_output(problem)
-        case OSError() if problem := _write_problem(sys.stdout):
-            return _report_output(problem)
+        case OSError() if unwritten := _write_problem(sys.stdout):
+            return _report_output(unwritten)
         case _:
             _say(f"error: unexpected {_sentence(f'{type(error).__name__}: {error}')}")
     try:
@@ -192,6 +194,11 @@ def _report(error: BaseException, folder: Path | None = None) -> int:
         _say(f"error: the full traceback has no file to go to ({problem}), so it follows")
         traceback.print_exception(error)
     return FAILED
+
+
+def _say_findings(error: DrivetrainError) -> None:
+    for finding in str(error).splitlines():
+        _say(f"error: {finding}")
 
 
 def _print(text: str) -> None:
