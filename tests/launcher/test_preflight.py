@@ -492,6 +492,13 @@ def test_a_damaged_checkpoint_is_refused_and_others_are_named(folder: Path) -> N
     assert not (folder / "out").exists()
 
 
+def test_a_backend_without_a_check_of_checkpoints_is_not_asked(folder: Path) -> None:
+    checkpoint = folder / "old" / "iter_0000004"
+    checkpoint.mkdir(parents=True)
+    config = config_of(folder, load=checkpoint, num_rollout=9)
+    preflight(replace(config, backend=replace(config.backend, check_checkpoint="")))
+
+
 def test_weights_that_have_had_all_rollouts_are_refused(folder: Path) -> None:
     checkpoint = folder / "old" / "iter_0000004"
     checkpoint.mkdir(parents=True)
