@@ -13,6 +13,9 @@ from typing import Any, Literal
 
 from drivetrain_backend_api.errors import ConfigError
 
+_TOO_LARGE = 2**63
+"""Integers must fit what torch, files and other processes hold them in."""
+
 Precision = Literal["bf16", "fp16", "fp32"]
 
 
@@ -108,6 +111,8 @@ class Option:
                 return f"{self.flag} {one}: not one of {', '.join(self.choices)}"
             if isinstance(one, bool) or not isinstance(one, int | float):
                 continue
+            if isinstance(one, int) and abs(one) >= _TOO_LARGE:
+                return f"{self.flag}: must be a whole number of less than 64 bits"
             if self.minimum is not None and not one >= self.minimum:
                 return f"{self.flag} {one}: must be at least {self.minimum:g}"
             if self.maximum is not None and not one <= self.maximum:
