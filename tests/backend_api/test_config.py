@@ -105,7 +105,7 @@ def test_precision_and_temperature_have_their_defaults() -> None:
     assert TrainConfig(hf_checkpoint="m", rollout_temperature=0.6).log_probs_temperature == 0.6
 
 
-@pytest.mark.parametrize("value", [2**63, -(2**63), 10**5000])
+@pytest.mark.parametrize("value", [2**63, -(2**63), 10**5000], ids=["large", "negative", "unprintable"])
 def test_an_integer_of_more_than_64_bits_is_refused_without_being_printed(value: int) -> None:
     with pytest.raises(ConfigError) as caught:
         Derived(needed="x", how_many=value)
