@@ -219,14 +219,20 @@ def redirected(redirection: str, words: str, **variables: str) -> subprocess.Com
     )
 
 
-def test_a_thread_that_never_returns_does_not_keep_the_process() -> None:
+@pytest.mark.parametrize(
+    "start", ["threading.Thread(target=wait).start()", "ThreadPoolExecutor().submit(wait)"], ids=["thread", "executor"]
+)
+def test_a_thread_that_never_returns_does_not_keep_the_process(start: str) -> None:
     code = (
-        "import threading, drivetrain_launcher.cli as cli\n"
+        "import sys, threading, drivetrain_launcher.cli as cli\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "wait = threading.Event().wait\n"
         "cli._LAST_SECONDS = 0.2\n"
-        "threading.Thread(target=threading.Event().wait).start()\n"
-        "cli._end_whatever_hangs(7)\n"
+        f"{start}\n"
+        "sys.exit(cli.main())\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 7
+    done = subprocess.run([sys.executable, "-c", code, "trian"], timeout=30, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "drivetrain: error: no command 'trian'; did you mean train?\n")
 
 
 def test_the_readme_shows_what_is_printed() -> None:

@@ -63,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _report(error)
     if (problem := _write_problem(sys.stdout)) and code == 0:
         code = _report_output(problem)
+    if argv is None:  # then this process is the command's own
+        _end_though_threads_hang(code)
     return code
 
 
@@ -107,7 +109,6 @@ def _train(words: Sequence[str]) -> int:
         code = _report(error, folder)
         if code != REFUSED:
             _say_what_is_saved(folder)
-    _end_whatever_hangs(code)
     return code
 
 
@@ -256,11 +257,12 @@ def _say_what_is_saved(save: Path) -> None:
     )
 
 
-def _end_whatever_hangs(code: int) -> None:
+def _end_though_threads_hang(code: int) -> None:
     """See that this process ends: a user's code may have left threads that never return, for which Python waits."""
+    if all(one.daemon or one is threading.main_thread() for one in threading.enumerate()):
+        return
 
     def end() -> None:
-        threading.main_thread().join()
         time.sleep(_LAST_SECONDS)
         os._exit(code)
 
