@@ -11,7 +11,7 @@ from drivetrain_backend_api import DrivetrainError
 from drivetrain_infra.config import TrackingConfig
 from drivetrain_infra.tracking.base import Trackers
 from drivetrain_infra.tracking.jsonl import JsonlTracker, read_metrics
-from drivetrain_infra.tracking.wandb import WandbTracker
+from drivetrain_infra.tracking.wandb import WandbTracker, login_finding
 
 
 def test_each_line_is_strict_json_with_a_rollout_id(tmp_path: Path) -> None:
@@ -113,3 +113,20 @@ def test_wandb_works_offline(tmp_path: Path) -> None:
     tracker.log(0, {"train/loss": 0.1})
     tracker.close()
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_wandb_online_wants_a_login_before_anything_starts(tmp_path: Path) -> None:
+    online = TrackingConfig(use_wandb=True)
+    home = {"HOME": str(tmp_path)}
+    finding = login_finding(online, home)
+    assert finding is not None
+    assert "api.wandb.ai" in finding
+    assert "wandb login" in finding
+    assert login_finding(TrackingConfig(), home) is None
+    assert login_finding(TrackingConfig(use_wandb=True, wandb_mode="offline"), home) is None
+    assert login_finding(online, {**home, "WANDB_API_KEY": "k"}) is None
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai\n  login user\n  password k\n")
+    assert login_finding(online, home) is None
+    assert login_finding(online, {**home, "WANDB_BASE_URL": "https://wandb.example"}) is not None
+    (tmp_path / ".netrc").write_text("no netrc at all {")
+    assert login_finding(online, home) is not None

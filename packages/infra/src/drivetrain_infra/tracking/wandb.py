@@ -1,8 +1,10 @@
 """Metrics to Weights & Biases; the only module that imports wandb."""
 
+import netrc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from drivetrain_backend_api import DrivetrainError
 from drivetrain_infra.config import TrackingConfig
@@ -48,3 +50,31 @@ class WandbTracker:
     def close(self) -> None:
         """End the run."""
         self._run.finish()
+
+
+def login_finding(config: TrackingConfig, environ: Mapping[str, str]) -> str | None:
+    """Say that W&B would start online with nobody logged in; asks no server, so that a wrong key is found later.
+
+    Args:
+        environ: the environment variables, of which W&B reads its key and its server's address.
+    """
+    if not config.use_wandb or config.wandb_mode == "offline":
+        return None
+    if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return None
+    host = urlsplit(environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    home = Path(environ.get("HOME", "~")).expanduser()
+    files = [Path(environ["NETRC"])] if environ.get("NETRC") else [home / ".netrc", home / "_netrc"]
+    if any(_knows(file, host) for file in files):
+        return None
+    return (
+        f"--use-wandb: nobody is logged in to {host}; run `wandb login`, set WANDB_API_KEY, or give "
+        "--wandb-mode offline"
+    )
+
+
+def _knows(file: Path, host: str) -> bool:
+    try:
+        return host in netrc.netrc(file).hosts
+    except (OSError, netrc.NetrcParseError, UnicodeDecodeError):
+        return False

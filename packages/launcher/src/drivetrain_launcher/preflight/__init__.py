@@ -4,9 +4,11 @@ Reads headers, first and last lines, and the sizes of files: quick, however larg
 nothing of Ray.
 """
 
+import os
 from pathlib import Path
 
 from drivetrain_backend_api import ConfigError, OptionGroup, options
+from drivetrain_infra.tracking.wandb import login_finding
 from drivetrain_launcher.arguments import unavailable
 from drivetrain_launcher.config import DrivetrainConfig
 from drivetrain_launcher.preflight.checkpoint import checkpoint_findings, find_load
@@ -38,6 +40,7 @@ def preflight(config: DrivetrainConfig) -> None:
         findings += in_models + in_checkpoint + prompt_file_findings(config)
     findings += _batch_findings(config)
     findings += _function_findings(config)
+    findings += _tracking_findings(config)
     if not unusable:
         findings += folder_findings(config, size, loaded) + machine_findings(config, size)
     if findings:
@@ -63,6 +66,11 @@ def _capability_findings(config: DrivetrainConfig) -> list[str]:
     if train.opd_teacher_load is not None and not claimed.teacher:
         findings.append(f"--opd-teacher-load: --train-backend {backend.name} keeps no teacher; use another backend")
     return findings
+
+
+def _tracking_findings(config: DrivetrainConfig) -> list[str]:
+    finding = login_finding(config.tracking, os.environ)
+    return [finding] if finding else []
 
 
 def _path_findings(config: DrivetrainConfig) -> list[str]:

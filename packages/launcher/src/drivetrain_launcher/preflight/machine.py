@@ -36,6 +36,8 @@ def machine_findings(config: DrivetrainConfig, size: RunSize) -> list[str]:
         )
         size = replace(size, ranks=config.placement.actor_num_gpus_per_node)
     findings += _device_findings(config, size)
+    if config.train.attention_backend == "varlen" and not size.gpus:
+        findings.append("--attention-backend varlen needs a GPU, and there is none here; give auto or per_sequence")
     findings += _gpu_findings(config, size)
     findings += _memory_findings(config, size)
     return findings
