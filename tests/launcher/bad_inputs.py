@@ -6,6 +6,7 @@ The messages are not here: the test gets them from the code, and compares them w
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
@@ -16,11 +17,13 @@ from drivetrain_backend_api.batch import SampleStatus
 from drivetrain_infra.engines.base import FinishReason, GenerateRequest, Generation, SamplingParams
 from drivetrain_infra.placement import NodeResources, resource_requests
 from drivetrain_infra.placement import preflight as plan_placement
+from drivetrain_infra.run_folder import RunFolder
+from drivetrain_infra.tracking.jsonl import JsonlTracker
 from drivetrain_launcher.custom_generate import CustomGenerate, CustomResponse, Engine
 from drivetrain_launcher.data import Prompt
+from drivetrain_launcher.response_checks import ResponseLimits, check_generations
 from drivetrain_launcher.rewards import Reward, RewardFunction, RewardInput
 from drivetrain_launcher.rollout import Generator
-from drivetrain_launcher.run import plan_rollouts
 from drivetrain_launcher.sources import build_config, read_request
 
 Arrange = Callable[[Path], object]
@@ -110,6 +113,11 @@ def parquet(columns: Mapping[str, Sequence[object]]) -> Arrange:
     return arrange
 
 
+HOSTILE = b"cos\nmkdir\n(S'canary'\ntR."
+"""A pickle that makes a folder when it is loaded."""
+
+LAST, BELOW = {"--num-rollout": "1"}, {"--save": "run/iter_0000001/new"}
+
 GOOD_ROW = {"question": "1+1=", "answer": "2"}
 
 
@@ -148,23 +156,22 @@ def reward(function: RewardFunction, key: str | None = None) -> Callable[[], obj
 
 
 def rollout(
-    *,
-    call: Callable[[Sequence[GenerateRequest]], list[Generation]] | None = None,
-    custom: CustomGenerate | None = None,
-    score: RewardFunction = lambda sample: 1.0,
-    seconds: float = 60.0,
+    *, custom: CustomGenerate | None = None, score: RewardFunction = lambda sample: 1.0, seconds: float = 60.0
 ) -> Callable[[], object]:
-    """Make a rollout of one sample with an engine, a custom generate function and a reward that may be wrong."""
+    """Make a rollout of one sample, of which the custom generate function or the reward is wrong."""
+
+    def engine(requests: Sequence[GenerateRequest], *, samples: Sequence[str], weight_version: int) -> list[Generation]:
+        return [generation() for _ in requests]
 
     def make() -> None:
         from transformers import AutoTokenizer
 
         Generator(
-            call=call or (lambda requests: [generation() for _ in requests]),
-            weight_version=lambda: 1,
+            call=engine,
             tokenizer=AutoTokenizer.from_pretrained("model"),
             reward=Reward(name="mine:score", function=score),
             custom_generate=("mine:chat", custom) if custom else None,
+            limits=ResponseLimits(vocab_size=14, max_positions=64, max_tokens=None),
             seed=0,
             seconds=seconds,
         ).generate(0, [PROMPT], samples_per_prompt=1, sampling=SamplingParams())
@@ -176,6 +183,14 @@ def generation(**changes: object) -> Generation:
     """What an engine returns."""
     values = {"token_ids": (2,), "log_probs": (-0.5,), "finish_reason": FinishReason.STOP, "weight_version": 1}
     return Generation(**(values | changes))  # type: ignore[arg-type]
+
+
+def engine_returns(*generations: object) -> Callable[[], object]:
+    """Check what an engine made of one request."""
+    request = GenerateRequest(prompt_ids=PROMPT.prompt_ids, sampling=SamplingParams(max_new_tokens=2), seed=(0,))
+    return lambda: check_generations(
+        "engine 0", [request], generations, samples=["sample 0 (train.jsonl:1)"], weight_version=1, vocab_size=14
+    )
 
 
 def fails(error: BaseException) -> RewardFunction:
@@ -213,12 +228,6 @@ async def chat_that_raises(prompt: Prompt, engine: Engine, tokenizer: object) ->
     raise KeyError("tool")
 
 
-def resume_past_the_end() -> None:
-    """Start from weights that were trained for as long as the run is."""
-    config = build_config(read_request(good_words({"--load": "run"})[1:], {}))
-    plan_rollouts(config, start=2, stop=2)
-
-
 def place_on(nodes: Sequence[NodeResources], device: str, *words: str) -> Callable[[], object]:
     """Plan the processes of a run on a cluster."""
 
@@ -232,6 +241,35 @@ def place_on(nodes: Sequence[NodeResources], device: str, *words: str) -> Callab
 def node(*, cpus: int, gpus: int = 0) -> NodeResources:
     """A machine of a cluster."""
     return NodeResources(node_id="0123456789", host="10.0.0.1", cpus=cpus, gpus=gpus)
+
+
+def log_after(trouble: Arrange) -> Callable[[], object]:
+    """Log once, then something happens to the run's folder, then log again."""
+
+    def log() -> None:
+        with closing(JsonlTracker(Path("run/metrics.jsonl"))) as tracker:
+            tracker.log(0, {"rollout/reward": 0.5})
+            trouble(Path())
+            tracker.log(1, {"rollout/reward": 0.5})
+
+    return log
+
+
+def save_after(trouble: Arrange) -> Callable[[], object]:
+    """Save a checkpoint after something happened to the run's folder."""
+
+    def save() -> None:
+        trouble(Path())
+        with RunFolder(Path("run")).new_checkpoint(2) as aside:
+            (aside / "weights").write_bytes(b"0")
+
+    return save
+
+
+def disk_is_full() -> None:
+    """Save a checkpoint on a disk without room."""
+    with RunFolder(Path("run")).new_checkpoint(2):
+        Path("/dev/full").write_bytes(b"0")
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -368,13 +406,22 @@ REFUSED: Mapping[str, Sequence[BadInput]] = {
     "Model folders": (
         BadInput(wrong="`--hf-checkpoint absent`, which is not there", changes={"--hf-checkpoint": "absent"}),
         BadInput(wrong="no `config.json`", arrange=remove("model/config.json")),
-        BadInput(wrong="a broken `config.json`", arrange=write("model/config.json", "{"), cut="is no JSON: "),
+        BadInput(wrong="a broken `config.json`", arrange=write("model/config.json", "{"), cut="is not JSON: "),
         BadInput(wrong="`config.json` is a list", arrange=write("model/config.json", "[]")),
         BadInput(wrong="`config.json` names no `model_type`", arrange=edit_json("model/config.json", model_type=None)),
         BadInput(
             wrong="an architecture that transformers does not know",
             arrange=edit_json("model/config.json", model_type="qwen99"),
-            cut="cannot be loaded: ",
+        ),
+        BadInput(
+            wrong="an architecture that the folder brings as code",
+            arrange=edit_json("model/config.json", model_type="mine", auto_map={"AutoConfig": "mine.MyConfig"}),
+        ),
+        BadInput(
+            wrong="`config.json` with a byte order mark",
+            arrange=lambda folder: write(
+                "model/config.json", b"\xef\xbb\xbf" + (folder / "model/config.json").read_bytes()
+            )(folder),
         ),
         BadInput(wrong="no tokenizer", arrange=remove("model/tokenizer.json")),
         BadInput(wrong="a broken tokenizer", arrange=write("model/tokenizer.json", "{}"), cut="cannot be loaded: "),
@@ -405,8 +452,27 @@ REFUSED: Mapping[str, Sequence[BadInput]] = {
                 json.dumps({"weight_map": {"lm_head.bias": "model.safetensors"}}),
             ),
         ),
+        BadInput(
+            wrong="an index that leads out of the folder",
+            arrange=write(
+                "model/model.safetensors.index.json",
+                json.dumps({"weight_map": {"lm_head.weight": "../other/model.safetensors"}}),
+            ),
+        ),
         BadInput(wrong="an index without a `weight_map`", arrange=write("model/model.safetensors.index.json", "{}")),
         BadInput(wrong="`--ref-load absent`, which is not there", more=["--use-kl-loss", "--ref-load", "absent"]),
+        BadInput(
+            wrong="`--ref-load other` with another vocabulary",
+            more=["--use-kl-loss", "--ref-load", "other"],
+            arrange=several(
+                lambda folder: shutil.copytree(folder / "model", folder / "other"),
+                edit_json("other/config.json", vocab_size=15),
+            ),
+        ),
+        BadInput(
+            wrong="a tokenizer with more tokens than the model",
+            arrange=edit_json("model/config.json", vocab_size=8),
+        ),
     ),
     "Prompt files": (
         BadInput(wrong="`--prompt-data absent.jsonl`, which is not there", changes={"--prompt-data": "absent.jsonl"}),
@@ -416,14 +482,18 @@ REFUSED: Mapping[str, Sequence[BadInput]] = {
             arrange=several(remove("train.jsonl"), lambda folder: (folder / "train.jsonl").mkdir()),
         ),
         BadInput(wrong="an empty file", arrange=write("train.jsonl", "")),
-        BadInput(wrong="the first line is no JSON", arrange=lines("1+1=", GOOD_ROW), cut="is no JSON: "),
-        BadInput(wrong="the last line is cut off", arrange=lines(GOOD_ROW, '{"question": "1+1='), cut="is no JSON: "),
+        BadInput(wrong="the first line is no JSON", arrange=lines("1+1=", GOOD_ROW), cut="is not JSON: "),
+        BadInput(wrong="the last line is cut off", arrange=lines(GOOD_ROW, '{"question": "1+1='), cut="is not JSON: "),
         BadInput(
             wrong="line 2 of 3 is no JSON", arrange=lines(GOOD_ROW, "{question: 1}", GOOD_ROW), cut="is not JSON: "
         ),
         BadInput(
             wrong="line 2 of 3 is not UTF-8",
             arrange=write("train.jsonl", b"%s\n\xff\n%s" % ((json.dumps(GOOD_ROW).encode(),) * 2)),
+        ),
+        BadInput(
+            wrong="a byte order mark before the first line",
+            arrange=write("train.jsonl", b"\xef\xbb\xbf" + json.dumps(GOOD_ROW).encode()),
         ),
         BadInput(wrong="line 2 of 3 is a list", arrange=lines(GOOD_ROW, [1], GOOD_ROW)),
         BadInput(wrong="`--input-key prompt`, which no line has", changes={"--input-key": "prompt"}),
@@ -524,7 +594,16 @@ REFUSED: Mapping[str, Sequence[BadInput]] = {
         BadInput(wrong="`--save train.jsonl/new`, below a file", changes={"--save": "train.jsonl/new"}),
         BadInput(wrong="`--save /proc/new`, not writable", changes={"--save": "/proc/new"}),
         BadInput(wrong="`--save run`, which holds a run", changes={"--save": "run"}),
+        BadInput(wrong="`--save /`", changes={"--save": "/"}),
+        BadInput(wrong="`--save model/run`, in the model's folder", changes={"--save": "model/run"}),
+        BadInput(wrong="`--save .`, around the model's folder", changes={"--save": "."}),
+        BadInput(
+            wrong="`--save loop`, a link to itself",
+            changes={"--save": "loop"},
+            arrange=lambda folder: (folder / "loop").symlink_to("loop"),
+        ),
         flag("--update-weight-disk-dir", "train.jsonl", wrong="a file"),
+        flag("--update-weight-disk-dir", "model", wrong="the model's folder"),
     ),
     "Checkpoints to start from": (
         flag("--load", "absent", wrong="not there"),
@@ -535,7 +614,54 @@ REFUSED: Mapping[str, Sequence[BadInput]] = {
             arrange=remove("run/iter_0000001"),
         ),
         BadInput(wrong="`latest` is empty", more=["--load", "run"], arrange=write("run/latest", "")),
-        BadInput(wrong="a run that has had all its rollouts", call=resume_past_the_end),
+        BadInput(
+            wrong="no `trainer_state.json`",
+            more=["--load", "run"],
+            arrange=remove("run/iter_0000001/trainer_state.json"),
+        ),
+        BadInput(
+            wrong="no random states, and an older checkpoint beside it",
+            more=["--load", "run"],
+            arrange=several(
+                lambda folder: shutil.copytree(folder / "run/iter_0000001", folder / "run/iter_0000000"),
+                remove("run/iter_0000001/rng_rank00000.safetensors"),
+            ),
+        ),
+        BadInput(wrong="no tensors", more=["--load", "run"], arrange=remove("run/iter_0000001/dcp/__0_0.distcp")),
+        BadInput(
+            wrong="tensors that are cut off",
+            more=["--load", "run"],
+            arrange=shorten("run/iter_0000001/dcp/__0_0.distcp", 1_000_000),
+            varying={r"has \d+ bytes of \d+": "has 308552 bytes of 1308552"},
+        ),
+        BadInput(
+            wrong="metadata that would run code",
+            more=["--load", "run"],
+            arrange=write("run/iter_0000001/dcp/.metadata", HOSTILE),
+        ),
+        BadInput(
+            wrong="all of its rollouts are done: `--load run --num-rollout 1`", changes=LAST, more=["--load", "run"]
+        ),
+        BadInput(
+            wrong="`--save` in it: `--load run --save run/iter_0000001/new`", changes=BELOW, more=["--load", "run"]
+        ),
+    ),
+    "This machine": (
+        flag("--actor-num-nodes", "2"),
+        flag(
+            "--actor-num-gpus-per-node",
+            "1000000",
+            varying={
+                r"\d+\.\d (TiB) of memory": r"244.1 \1 of memory",
+                r"\d+\.\d \w+ are available": "12.0 GiB are available",
+            },
+        ),
+        BadInput(
+            wrong="`--save-interval 1 --num-rollout 1000000000`",
+            changes={"--num-rollout": "1000000000"},
+            more=["--save-interval", "1"],
+            varying={r"has \d+\.\d \w+ free": "has 60.0 GiB free"},
+        ),
     ),
     "Export, refused": (
         BadInput(
@@ -585,13 +711,13 @@ FAILED: Mapping[str, Sequence[BadInput]] = {
         BadInput(
             wrong="a checkpoint whose metadata would run code",
             command=["export", "run", "--out", "x"],
-            arrange=write("run/iter_0000001/dcp/.metadata", b"cos\nsystem\n(S'touch canary'\ntR."),
+            arrange=write("run/iter_0000001/dcp/.metadata", HOSTILE),
         ),
         BadInput(
             wrong="a checkpoint whose tensors are cut off",
             command=["export", "run", "--out", "x"],
             arrange=shorten("run/iter_0000001/dcp/__0_0.distcp", 1_000_000),
-            cut="rank 0: ",
+            varying={r"has \d+ bytes of \d+": "has 308552 bytes of 1308552"},
         ),
         BadInput(
             wrong="`--out` where nothing can be written",
@@ -613,6 +739,7 @@ FAILED: Mapping[str, Sequence[BadInput]] = {
             call=reward(lambda sample: {"quality": 1.0}, key="cost"),
         ),
         BadInput(wrong="no table, with `--reward-key cost`", call=reward(lambda sample: 1.0, key="cost")),
+        BadInput(wrong="the function returns 1e31", call=rollout(score=lambda sample: 1e31)),
         BadInput(wrong="the function never returns", call=rollout(score=never_returns, seconds=0.2)),
     ),
     "Custom generate functions": (
@@ -626,13 +753,37 @@ FAILED: Mapping[str, Sequence[BadInput]] = {
             wrong="a loss mask of other values",
             call=rollout(custom=chat(CustomResponse(token_ids=[2], loss_mask=[2], log_probs=[-0.5]))),
         ),
+        BadInput(
+            wrong="a token that the model does not have",
+            call=rollout(custom=chat(CustomResponse(token_ids=[14], loss_mask=[1], log_probs=[-0.5]))),
+        ),
+        BadInput(
+            wrong="more tokens than the model has positions for",
+            call=rollout(custom=chat(CustomResponse(token_ids=[2] * 64, loss_mask=[1] * 64, log_probs=[-0.5] * 64))),
+        ),
+        BadInput(
+            wrong="a log-prob above 0",
+            call=rollout(custom=chat(CustomResponse(token_ids=[2], loss_mask=[1], log_probs=[0.5]))),
+        ),
         BadInput(wrong="another temperature", call=rollout(custom=chat_at_another_temperature)),
     ),
     "Engines": (
+        BadInput(wrong="too few generations", call=engine_returns()),
+        BadInput(wrong="no generation", call=engine_returns(None)),
+        BadInput(wrong="fewer log-probs than tokens", call=engine_returns(generation(log_probs=()))),
+        BadInput(wrong="a token that the model does not have", call=engine_returns(generation(token_ids=(14,)))),
+        BadInput(wrong="a log-prob that is NaN", call=engine_returns(generation(log_probs=(float("nan"),)))),
+        BadInput(wrong="a log-prob above 0", call=engine_returns(generation(log_probs=(0.5,)))),
         BadInput(
-            wrong="the engine returns fewer log-probs than tokens",
-            call=rollout(call=lambda requests: [generation(log_probs=())]),
+            wrong="too many tokens", call=engine_returns(generation(token_ids=(2, 3, 4), log_probs=(-1.0, -1.0, -1.0)))
         ),
+        BadInput(wrong="made with older weights", call=engine_returns(generation(weight_version=0))),
+    ),
+    "The run's folder": (
+        BadInput(wrong="it is removed, and a checkpoint is due", call=save_after(remove("run"))),
+        BadInput(wrong="it is removed, and metrics are due", call=log_after(remove("run"))),
+        BadInput(wrong="`metrics.jsonl` is removed", call=log_after(remove("run/metrics.jsonl"))),
+        BadInput(wrong="the disk is full while a checkpoint is written", call=disk_is_full),
     ),
     "Placement": (
         BadInput(
@@ -646,8 +797,3 @@ FAILED: Mapping[str, Sequence[BadInput]] = {
     ),
 }
 """Heading -> what goes wrong when something runs already: exit code 1."""
-
-
-def all_inputs() -> list[tuple[str, BadInput]]:
-    """List every row with its heading."""
-    return [(heading, one) for table in (REFUSED, FAILED) for heading, rows in table.items() for one in rows]

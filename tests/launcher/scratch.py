@@ -6,10 +6,12 @@ flag. They only ever get as far as `--dry-run` does, so that nothing is started.
 
 import contextlib
 import io
+import logging
 import os
 import signal
 import socket
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,19 +75,46 @@ def make_scratch(folder: Path) -> None:
         with _one_rank(FsdpConfig(hf_checkpoint="model", fp32=True)) as backend:
             backend.setup()
             backend.next_rollout_id = 1
-            backend.save_checkpoint(run.begin_checkpoint(1)).finalize()
-        run.commit_checkpoint(1)
+            with run.new_checkpoint(1) as aside:
+                backend.save_checkpoint(aside).finalize()
 
 
 def run_in(folder: Path, words: Sequence[str], environ: Mapping[str, str] | None = None) -> Ended:
     """Run `drivetrain` in a folder as a process of its own would, and undo what it leaves in this one."""
-    out, err = io.StringIO(), io.StringIO()
-    with inside(folder, environ or {}), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    # encoded as Python does it on a terminal: what stdout cannot hold is an error there
+    out = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="strict", newline="")
+    err = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace", newline="")
+    with (
+        inside(folder, environ or {}),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        _warnings_to(err),
+    ):
         try:
             code = main(list(words))
         except SystemExit as leaving:  # --help and --version
             code = leaving.code if isinstance(leaving.code, int) else 1
-    return Ended(code=code, out=out.getvalue(), err=err.getvalue())
+    return Ended(code=code, out=_written(out), err=_written(err))
+
+
+def _written(file: io.TextIOWrapper) -> str:
+    file.flush()
+    file.buffer.seek(0)
+    return file.buffer.read().decode("utf-8")
+
+
+@contextlib.contextmanager
+def _warnings_to(file: io.TextIOWrapper) -> Iterator[None]:
+    """Show what users would see: warnings as lines, not as errors, and the log of transformers beside them."""
+    streams = [one for one in logging.getLogger("transformers").handlers if isinstance(one, logging.StreamHandler)]
+    before = [one.setStream(file) for one in streams]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("default")
+            yield
+    finally:
+        for handler, stream in zip(streams, before, strict=True):
+            handler.setStream(stream)
 
 
 @contextlib.contextmanager

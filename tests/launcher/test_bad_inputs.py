@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from drivetrain_backend_api import ConfigError, DiscoveryError, DrivetrainError
 
 PAGE = Path(__file__).parents[2] / "docs" / "bad-input.md"
 PREFIX = "drivetrain: error: "
+LOG = "the full traceback is in "
 FOLDER = "..."
 """What the page shows where a message has the absolute path of the scratch folder."""
 
@@ -20,9 +22,9 @@ INTRODUCTION = f"""\
 # What drivetrain says to bad input
 
 Each error is one line on stderr that begins with `{PREFIX}`, which is left out below; what is wrong is said at once,
-not one finding a try. Exit codes: 0 done; 2 refused before anything was started or written; 1 failed while it ran;
-130 interrupted; 143 ended by SIGTERM. `drivetrain train ... --dry-run` checks all that can be checked and starts
-nothing.
+not one finding a try. Where there is more to know, a last line says in which file the full traceback is. Exit codes:
+0 done; 2 refused before anything was started or written; 1 failed while it ran; 130 interrupted; 143 ended by SIGTERM.
+`drivetrain train ... --dry-run` checks all that can be checked and starts nothing.
 
 This page is written by the tests that try each line of it:
 `uv run pytest tests/launcher/test_bad_inputs.py --write-docs`. The training of its examples has the flags
@@ -86,7 +88,7 @@ def messages_of(one: BadInput, folder: Path) -> tuple[int, list[str]]:
         ended = run_in(folder, one.words, one.environ)
         lines = ended.err.splitlines()
         assert [line for line in lines if not line.startswith(PREFIX)] == []
-        return ended.code, [line.removeprefix(PREFIX) for line in lines]
+        return ended.code, [line.removeprefix(PREFIX) for line in lines if not line.startswith(PREFIX + LOG)]
     with inside(folder, {}), pytest.raises(DrivetrainError) as caught:
         one.call()
     refused = isinstance(caught.value, ConfigError | DiscoveryError)
@@ -134,11 +136,13 @@ def test_the_message_is_the_one_on_the_page(
     expected_code: int,
     good_scratch: Path,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     page: Said,
     pytestconfig: pytest.Config,
 ) -> None:
     folder = tmp_path / "here"
     shutil.copytree(good_scratch, folder)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where tracebacks go
     found_code, messages = messages_of(one, folder)
     found = shown(one, messages, folder)
     assert messages, f"{heading}, {one.wrong}: nothing was said"
