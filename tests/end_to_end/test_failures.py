@@ -118,9 +118,7 @@ class Failed:
 
 
 @pytest.fixture
-def fail(
-    drivetrain: Command, train_words: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Failed]:
+def fail(drivetrain: Command, train_words: Callable[..., list[str]], tmp_path: Path) -> Callable[..., Failed]:
     """Run `drivetrain train` with a reward of `TROUBLES`, or further flags, until it fails."""
 
     def run(reward: str, *more: str, command: Command = drivetrain) -> Failed:

@@ -220,7 +220,13 @@ def redirected(redirection: str, words: str, **variables: str) -> subprocess.Com
 
 
 @pytest.mark.parametrize(
-    "start", ["threading.Thread(target=wait).start()", "ThreadPoolExecutor().submit(wait)"], ids=["thread", "executor"]
+    "start",
+    [
+        "threading.Thread(target=wait).start()",
+        "ThreadPoolExecutor().submit(wait)",
+        "threading.Thread(target=lambda: ThreadPoolExecutor().submit(wait).result(), daemon=True).start()",
+    ],
+    ids=["thread", "executor", "executor of a daemon"],
 )
 def test_a_thread_that_never_returns_does_not_keep_the_process(start: str) -> None:
     code = (

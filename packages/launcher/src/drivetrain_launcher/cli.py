@@ -258,8 +258,11 @@ def _say_what_is_saved(save: Path) -> None:
 
 
 def _end_though_threads_hang(code: int) -> None:
-    """See that this process ends: a user's code may have left threads that never return, for which Python waits."""
-    if all(one.daemon or one is threading.main_thread() for one in threading.enumerate()):
+    """See that this process ends: a user's code may have left threads that never return, for which Python waits.
+
+    It waits for those of an executor whether they are daemons or not.
+    """
+    if threading.active_count() == 1:
         return
 
     def end() -> None:
