@@ -188,7 +188,8 @@ def _report(error: BaseException, folder: Path | None = None) -> int:
         case OSError() if unwritten := _write_problem(sys.stdout):
             return _report_output(unwritten)
         case _:
-            _say(f"error: unexpected {_sentence(f'{type(error).__name__}: {error}')}")
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            _say(f"error: unexpected {_sentence(reason)}")
     try:
         _say(f"error: the full traceback is in {write_traceback(error, folder)}")
     except OSError as problem:
