@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -121,12 +120,11 @@ def test_engines_end_when_the_driver_is_killed(tmp_path: Path) -> None:
         pid = int(driver.stdout.readline())
         assert psutil.pid_exists(pid)
         driver.kill()
-    end = time.monotonic() + 60
-    while psutil.pid_exists(pid):
-        assert time.monotonic() < end, f"the engine, process {pid}, outlived its driver"
+    end = time.monotonic() + 30
+    while ray_temp_dir(tmp_path).exists():
+        assert time.monotonic() < end, f"the temp dir outlived its driver, and so may the engine, process {pid}"
         time.sleep(0.1)
-    # nobody is left who would remove it; the next run with this folder would
-    shutil.rmtree(ray_temp_dir(tmp_path))
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 DRIVER = """

@@ -15,6 +15,7 @@ from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayEr
 
 from drivetrain_backend_api import DrivetrainError
 from drivetrain_backend_api.errors import WeightExportAbortedError
+from drivetrain_infra import daemons
 from drivetrain_infra.deadline import Deadline
 
 Key = TypeVar("Key")
@@ -104,7 +105,7 @@ def collect(
     failures: list[Failure[Key]] = []
     limit = deadline
     while waiting:
-        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=None if limit is None else limit.left)
+        ready = daemons.wait(list(waiting), seconds=None if limit is None else limit.left)
         if not ready:
             break
         who = waiting.pop(ready[0])

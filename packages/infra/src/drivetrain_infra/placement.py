@@ -14,6 +14,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from drivetrain_backend_api import DrivetrainError
+from drivetrain_infra import daemons
 from drivetrain_infra.config import PlacementConfig
 
 _NODE_LABEL = "ray.io/node-id"
@@ -122,8 +123,9 @@ class Placement:
 
     def remove(self) -> None:
         """Give the places back; processes in them end."""
-        for group in self.groups:
-            remove_placement_group(group)
+        if not daemons.have_died():
+            for group in self.groups:
+                remove_placement_group(group)
 
 
 def resource_requests(config: PlacementConfig, *, num_engines: int | None = None) -> tuple[ResourceRequest, ...]:

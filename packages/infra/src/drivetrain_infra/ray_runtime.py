@@ -10,18 +10,23 @@ import hashlib
 import logging
 import os
 import secrets
-import shutil
 import signal
 import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+import psutil
 
 from drivetrain_backend_api import DrivetrainError
+from drivetrain_infra.daemons import Daemons, watched_daemons
+from drivetrain_infra.deadline import Deadline
+from drivetrain_infra.guard import END_SECONDS, LOCK, guarded, is_gone
 
 MAX_SOCKET_PATH = 103 if sys.platform == "darwin" else 107
 """Longest AF_UNIX path in bytes that the operating system takes."""
@@ -104,6 +109,10 @@ def ray_session(
     A Ray that is started here listens on the loopback interface only and wants a token that only this user can read.
     Ray's own `uv run` hook stays off: it would build another environment for every worker.
 
+    Nothing of a Ray that is started here outlives this process, even if it is killed. When one of Ray's daemons dies,
+    `daemons.wait` raises, and a process that has not left the block `daemons.UNWIND_SECONDS` later says why and exits
+    with code 1.
+
     Args:
         run_folder: names the temp dir; a second session for the same folder is refused while the first one lives.
         address: "host:port" of a running cluster's head; None starts Ray here.
@@ -119,6 +128,7 @@ def ray_session(
         with (
             owned_temp_dir(run_folder) as temp_dir,
             local_environment(temp_dir),
+            watched_daemons() as daemons,
             _initialised(
                 {
                     "address": "local",
@@ -130,6 +140,7 @@ def ray_session(
                     "_node_ip_address": LOOPBACK,
                 },
                 "start Ray on this machine",
+                daemons,
             ) as head,
         ):
             yield RaySession(address=head, temp_dir=temp_dir)
@@ -163,25 +174,61 @@ def _default_object_store_bytes() -> int | None:
 
 @contextlib.contextmanager
 def owned_temp_dir(run_folder: Path) -> Iterator[Path]:
-    """Own the run's temp dir: private to this user, locked for the life of this process, removed at the end."""
+    """Own the run's temp dir: private to this user and locked, until all that was started in the block has ended.
+
+    At the end of the block, or when this process dies, processes of the run are killed and the folder is removed.
+    """
     folder = ray_temp_dir(run_folder)
+    with _lock(folder, run_folder) as lock, guarded(folder, lock.fileno()):
+        yield folder
+
+
+def _lock(folder: Path, run_folder: Path) -> IO[str]:
+    """Make the temp dir and lock it; waits while the guard of a killed driver is still cleaning up."""
+    deadline = Deadline(END_SECONDS + 5.0)
+    while True:
+        # not found: its former owner has just removed it
+        with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
+            _make_private(folder)
+            lock = stack.enter_context((folder / LOCK).open("a+"))
+            try:
+                # the kernel drops this lock when the last process that holds it dies, however it dies
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                lock.seek(0)
+                _refuse_held(lock.read(), folder / LOCK, run_folder, deadline, error)
+            else:
+                if os.path.samestat(os.fstat(lock.fileno()), (folder / LOCK).stat()):
+                    lock.truncate(0)
+                    lock.write(str(os.getpid()))
+                    lock.flush()
+                    stack.pop_all()
+                    return lock
+        time.sleep(0.1)
+
+
+def _make_private(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         raise DrivetrainError(f"{folder} belongs to somebody else; remove it, or point TMPDIR to a folder of your own")
     folder.chmod(0o700)
-    # the kernel drops this lock when the process dies, however it dies
-    with (folder / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DrivetrainError(
-                f"another process runs in {run_folder} (it holds {folder / 'lock'}); wait for it, end it, or use "
-                "another --save folder"
-            ) from error
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _refuse_held(holder: str, lock: Path, run_folder: Path, deadline: Deadline, error: BlockingIOError) -> None:
+    """Refuse a folder whose driver, the process id in `holder`, lives, or whose guard does not come to an end."""
+    try:
+        alive = not is_gone(psutil.Process(int(holder)))
+    except (ValueError, psutil.Error):
+        alive = False
+    if alive:
+        raise DrivetrainError(
+            f"another process runs in {run_folder} (it holds {lock}); wait for it, end it, or use another --save folder"
+        ) from error
+    if not deadline.left:
+        raise DrivetrainError(
+            f"the last run in {run_folder} was killed, and what it started has not ended yet (a process holds {lock}); "
+            "try again later, or use another --save folder"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -221,6 +268,8 @@ def local_environment(temp_dir: Path) -> Iterator[None]:
         "RAY_TMPDIR": str(temp_dir),
         # Ray's name for "use the node's outside address"; it has no option for loopback
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        # else a process that sets its title, as Ray's agents do, writes it over its environment, which the guard reads
+        "SPT_NOENV": "1",
     }
     if "RAY_AUTH_TOKEN" not in os.environ:
         variables["RAY_AUTH_TOKEN_PATH"] = str(token)
@@ -244,8 +293,8 @@ def _reload_authentication() -> None:
 
 
 @contextlib.contextmanager
-def _initialised(arguments: Mapping[str, Any], doing: str) -> Iterator[str]:
-    """Call `ray.init`, yield the head's address, shut Ray down."""
+def _initialised(arguments: Mapping[str, Any], doing: str, daemons: Daemons | None = None) -> Iterator[str]:
+    """Call `ray.init`, yield the head's address, shut Ray down; `daemons` are those that it starts."""
     import ray
 
     if ray.is_initialized():
@@ -264,14 +313,35 @@ def _initialised(arguments: Mapping[str, Any], doing: str) -> Iterator[str]:
         # Ray takes SIGTERM for itself; the handler that was there is the one that knows how to stop
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)
+        if not arguments["log_to_driver"]:
+            _keep_reports_off_the_screen()
+        if daemons is not None:
+            daemons.expect_all()
         yield str(ray.get_runtime_context().gcs_address)
     finally:
+        if daemons is not None:
+            daemons.expect_end()
         ray.shutdown()
         # Ray points breakpoint() at its own debugger, which would outlive it
         if breakpoint_hook is None:
             os.environ.pop("PYTHONBREAKPOINT", None)
         else:
             os.environ["PYTHONBREAKPOINT"] = breakpoint_hook
+
+
+def _keep_reports_off_the_screen() -> None:
+    """Stop the thread that prints Ray's page on every dead worker: whoever called it says so in a sentence.
+
+    They are in Ray's log files all the same.
+    """
+    from ray._private import worker
+
+    global_worker: Any = worker.global_worker  # Ray sets these attributes without declaring them
+    # as ray.shutdown() does, which finds it done
+    global_worker.threads_stopped.set()
+    global_worker.gcs_error_subscriber.close()
+    global_worker.listener_thread.join()
+    global_worker.threads_stopped.clear()
 
 
 def _require_reachable(address: str) -> None:
