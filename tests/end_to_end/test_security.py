@@ -1,4 +1,4 @@
-"""One real run in hostile surroundings: what lies in its folders never executes, ports face inwards, no secret leaks."""
+"""One real run in hostile surroundings: nothing that lies there executes, ports face inwards, no secret leaks."""
 
 import json
 import os
