@@ -46,9 +46,9 @@ def test_options_are_derived_from_fields_with_their_owner() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"ratio": -0.1}, "--ratio -0.1: must be at least 0"),
-        ({"ratio": 1.5}, "--ratio 1.5: must be at most 1"),
-        ({"ratio": float("nan")}, "--ratio nan: must be at least 0"),
+        ({"ratio": -0.1}, "--ratio -0.1: must be at least 0 and at most 1"),
+        ({"ratio": 1.5}, "--ratio 1.5: must be at least 0 and at most 1"),
+        ({"ratio": float("nan")}, "--ratio nan: must be at least 0 and at most 1"),
         ({"ratio": None}, "--ratio needs a value"),
         ({"how_many": 0}, "--how-many 0: must be above 0"),
         ({"how_many": float("inf")}, "--how-many inf: must be a finite number"),
@@ -67,7 +67,7 @@ def test_all_findings_come_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         Derived(needed="x", ratio=2, kind="z", switch=True)  # type: ignore[arg-type]
     assert str(caught.value).splitlines() == [
-        "--ratio 2: must be at most 1",
+        "--ratio 2: must be at least 0 and at most 1",
         "--kind z: not one of x, y",
         "--switch needs --how-many",
     ]

@@ -97,6 +97,19 @@ class Option:
         """True when there is no default."""
         return self.default is MISSING
 
+    @property
+    def range(self) -> str:
+        """The legal numbers in words, for example "above 0 and at most 1"; "" when all are."""
+        bounds = {"at least": self.minimum, "above": self.above, "at most": self.maximum}
+        return " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
+
+    def _within(self, number: float) -> bool:
+        return not (
+            (self.minimum is not None and not number >= self.minimum)
+            or (self.above is not None and not number > self.above)
+            or (self.maximum is not None and not number <= self.maximum)
+        )
+
     def names_code(self, value: Any) -> bool:
         """Say whether `value` would make the run execute code that it names."""
         return self.runs_code and (value is True or (isinstance(value, str) and ":" in value))
@@ -113,12 +126,8 @@ class Option:
                 continue
             if isinstance(one, int) and abs(one) >= _TOO_LARGE:
                 return f"{self.flag}: must be a whole number of less than 64 bits"
-            if self.minimum is not None and not one >= self.minimum:
-                return f"{self.flag} {one}: must be at least {self.minimum:g}"
-            if self.maximum is not None and not one <= self.maximum:
-                return f"{self.flag} {one}: must be at most {self.maximum:g}"
-            if self.above is not None and not one > self.above:
-                return f"{self.flag} {one}: must be above {self.above:g}"
+            if not self._within(one):
+                return f"{self.flag} {one}: must be {self.range}"
             if one != one or one in (float("inf"), float("-inf")):
                 return f"{self.flag} {one}: must be a finite number"
         return None
