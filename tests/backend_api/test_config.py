@@ -110,3 +110,27 @@ def test_an_integer_of_more_than_64_bits_is_refused_without_being_printed(value:
     with pytest.raises(ConfigError) as caught:
         Derived(needed="x", how_many=value)
     assert str(caught.value) == "--how-many: must be a whole number of less than 64 bits"
+
+
+def test_an_option_can_only_act_with_one_beside_it() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Lonely(OptionGroup):
+        factor: int = option(1, help="a factor", acts_with="switched")
+
+    with pytest.raises(TypeError, match=r"Lonely\.factor acts with 'switched', which is no option beside it"):
+        options(Lonely)
+
+
+def test_code_is_named_by_a_function_path_or_by_true_also_in_a_list() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Running(OptionGroup):
+        function: str | None = option(None, help="a function", runs_code=True)
+        functions: tuple[str, ...] = option((), help="several", runs_code=True)
+        trust: bool = option(False, help="run it", runs_code=True)
+        plain: str = option("a:b", help="no code")
+
+    found = {one.name: one for one in options(Running)}
+    assert [found["function"].names_code(one) for one in (None, "math", "m:f")] == [False, False, True]
+    assert [found["functions"].names_code(one) for one in ((), ("a",), ("a", "m:f"))] == [False, False, True]
+    assert [found["trust"].names_code(one) for one in (False, True)] == [False, True]
+    assert not found["plain"].names_code("m:f")

@@ -412,8 +412,9 @@ def test_a_flag_that_nothing_would_read_is_refused(words: list[str], finding: st
     assert refusal([*FSDP, *words]) == [finding]
 
 
-def test_a_file_may_hold_what_a_flag_switches_off(tmp_path: Path) -> None:
+def test_files_and_variables_may_hold_what_this_run_does_not_use(tmp_path: Path) -> None:
     text = 'use-wandb = true\nwandb-project = "p"\n'
+    assert config_of(FSDP, {"DRIVETRAIN_WANDB_PROJECT": "team"}).tracking.wandb_project == "team"
     config = config_of([*FSDP, "--config", write(tmp_path / "run.toml", text), "--no-use-wandb"])
     assert (config.tracking.use_wandb, config.tracking.wandb_project) == (False, "p")
 

@@ -111,8 +111,9 @@ class Option:
         )
 
     def names_code(self, value: Any) -> bool:
-        """Say whether `value` would make the run execute code that it names."""
-        return self.runs_code and (value is True or (isinstance(value, str) and ":" in value))
+        """Say whether `value`, or an item of it, would make the run execute code that it names."""
+        items = value if self.many and value is not None else (value,)
+        return self.runs_code and any(one is True or (isinstance(one, str) and ":" in one) for one in items)
 
     def finding(self, value: Any) -> str | None:
         """Say what is wrong with `value`, naming flag, value and range; None when it is legal."""
@@ -174,6 +175,8 @@ def options(config_class: type[OptionGroup]) -> list[Option]:
     for one in fields(config_class):
         if "help" not in one.metadata:
             raise TypeError(f"{config_class.__name__}.{one.name} is not declared with option(...)")
+        if (other := one.metadata["acts_with"]) is not None and other not in hints:
+            raise TypeError(f"{config_class.__name__}.{one.name} acts with {other!r}, which is no option beside it")
         scalar, many, optional, choices = _shape_of(hints[one.name])
         owner = next(
             base for base in reversed(config_class.__mro__) if one.name in getattr(base, "__annotations__", {})

@@ -68,6 +68,12 @@ class WeightSyncConfig(OptionGroup):
         metavar="DIR",
     )
 
+    def findings(self) -> list[str]:
+        """Return what cannot work together."""
+        if self.update_weight_disk_dir is not None and self.update_weight_transport != "disk":
+            return ["--update-weight-disk-dir acts only with --update-weight-transport disk; give both or neither"]
+        return []
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolderConfig(OptionGroup):
