@@ -165,6 +165,8 @@ def read_file(path: Path) -> dict[str, Any]:
     if path.suffix not in parsers:
         raise ConfigError(f"--config {path}: must end in .toml or .json")
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise ConfigError(f"--config {path}: is not a file")
         table = parsers[path.suffix](path.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror or error}") from error
@@ -260,19 +262,19 @@ def _code_findings(surface: Surface, settings: Layer) -> list[str]:
     return findings
 
 
-def _inert_findings(surface: Surface, settings: Layer, by_hand: Layer) -> list[str]:
-    """Refuse what was given for this run by hand, as flag or variable, and nothing would read.
+def _inert_findings(surface: Surface, settings: Layer, flags: Layer) -> list[str]:
+    """Refuse flags that nothing would read.
 
-    Files are spared: they are kept for many runs, of which some switch a part off.
+    Files and variables are spared: they are kept for many runs, of which some switch a part off.
     """
     findings = []
-    for name in by_hand:
+    for name, setting in flags.items():
         one = surface.options[name]
-        if one.acts_with is None or settings[name].value == one.default:
+        if one.acts_with is None or setting.value == one.default:
             continue
         other = surface.options[one.acts_with]
         if not (settings[other.name].value if other.name in settings else other.default):
-            findings.append(f"{one.flag} acts only with {other.flag}; give both or neither{_where(settings[name])}")
+            findings.append(f"{one.flag} acts only with {other.flag}; give both or neither")
     return findings
 
 
@@ -352,7 +354,7 @@ def read_request(argv: Sequence[str], environ: Mapping[str, str], recipes: Trave
     settings = _merge(layers[:4])
     findings += _code_findings(surface, settings)
     if recipe is None or recipe.make is None:  # else some values, on which others depend, are yet to be made
-        findings += _inert_findings(surface, settings, _merge(layers[2:4]))
+        findings += _inert_findings(surface, settings, layers[3])
         findings += _build_groups(surface, settings)[1]
     if findings:
         raise ConfigError("\n".join(dict.fromkeys(findings)))
@@ -428,7 +430,7 @@ def build_config(
     settings = _merge([*layers, *last, _made_layer(surface, overrides or {}, source)])
     groups, findings = _build_groups(surface, settings)
     if stage is Stage.MAIN:  # a warm-up is not what the flags were given for
-        findings = _inert_findings(surface, settings, _merge(request.user_layers[1:])) + findings
+        findings = _inert_findings(surface, settings, request.user_layers[2]) + findings
     if findings:
         raise ConfigError("\n".join(findings))
     return DrivetrainConfig(
