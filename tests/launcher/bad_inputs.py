@@ -4,6 +4,7 @@ The messages are not here: the test gets them from the code, and compares them w
 """
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -78,6 +79,16 @@ def remove(name: str) -> Arrange:
 def shorten(name: str, by: int) -> Arrange:
     """Cut the last bytes off a file."""
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-by])
+
+
+def overwrite(name: str, *, at: int, zeros: int) -> Arrange:
+    """Put zeros into a file."""
+
+    def arrange(folder: Path) -> None:
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[:at] + bytes(zeros) + content[at + zeros :])
+
+    return arrange
 
 
 def edit_json(name: str, **changes: object) -> Arrange:
@@ -389,6 +400,7 @@ REFUSED: Mapping[str, Sequence[BadInput]] = {
         flag("--wandb-project", "sums", wrong="without `--use-wandb`"),
         flag("--eval-temperature", "1", wrong="without `--eval-prompt-data`"),
         flag("--tis-clip", "1", wrong="without `--use-tis`"),
+        flag("--update-weight-disk-dir", "weights", wrong="without `--update-weight-transport disk`"),
         flag("--system-prompt", "Be brief.", wrong="without `--apply-chat-template`"),
         flag("--apply-chat-template", wrong="with a tokenizer that has none"),
         BadInput(
@@ -425,6 +437,15 @@ REFUSED: Mapping[str, Sequence[BadInput]] = {
         ),
         BadInput(wrong="no tokenizer", arrange=remove("model/tokenizer.json")),
         BadInput(wrong="a broken tokenizer", arrange=write("model/tokenizer.json", "{}"), cut="cannot be loaded: "),
+        BadInput(
+            wrong="a tokenizer that fails only when it is used",
+            arrange=edit_json("model/tokenizer_config.json", model_max_length={}),
+            cut="TypeError: ",
+        ),
+        BadInput(
+            wrong="`config.json` is a pipe",
+            arrange=several(remove("model/config.json"), lambda folder: os.mkfifo(folder / "model/config.json")),
+        ),
         BadInput(wrong="no weights", arrange=remove("model/model.safetensors")),
         BadInput(
             wrong="weights whose last bytes are missing",
@@ -529,6 +550,15 @@ REFUSED: Mapping[str, Sequence[BadInput]] = {
             cut="is no Parquet file: ",
         ),
         BadInput(
+            wrong="a Parquet file that is damaged within",
+            changes={"--prompt-data": "train.parquet"},
+            arrange=several(
+                parquet({"question": ["1+1="], "answer": ["2"]}),
+                overwrite("train.parquet", at=4, zeros=40),
+            ),
+            cut="cannot be read as Parquet: ",
+        ),
+        BadInput(
             wrong="a Parquet file without rows",
             changes={"--prompt-data": "train.parquet"},
             arrange=parquet({"question": [], "answer": []}),
@@ -602,8 +632,8 @@ REFUSED: Mapping[str, Sequence[BadInput]] = {
             changes={"--save": "loop"},
             arrange=lambda folder: (folder / "loop").symlink_to("loop"),
         ),
-        flag("--update-weight-disk-dir", "train.jsonl", wrong="a file"),
-        flag("--update-weight-disk-dir", "model", wrong="the model's folder"),
+        flag("--update-weight-transport", "disk", "--update-weight-disk-dir", "train.jsonl", wrong="a file"),
+        flag("--update-weight-transport", "disk", "--update-weight-disk-dir", "model", wrong="the model's folder"),
     ),
     "Checkpoints to start from": (
         flag("--load", "absent", wrong="not there"),
@@ -687,6 +717,21 @@ FAILED: Mapping[str, Sequence[BadInput]] = {
             command=["export", "run", "--out", "x"],
             arrange=write("run/config.json", "{"),
             cut="is not JSON ",
+        ),
+        BadInput(
+            wrong="a run whose `config.json` is a folder",
+            command=["export", "run", "--out", "x"],
+            arrange=several(remove("run/config.json"), lambda folder: (folder / "run/config.json").mkdir()),
+        ),
+        BadInput(
+            wrong="a run whose `config.json` lacks the model",
+            command=["export", "run", "--out", "x"],
+            arrange=edit_json("run/config.json", **{"hf-checkpoint": None}),
+        ),
+        BadInput(
+            wrong="a run whose `config.json` has a number for the model",
+            command=["export", "run", "--out", "x"],
+            arrange=edit_json("run/config.json", **{"hf-checkpoint": 1}),
         ),
         BadInput(
             wrong="a run whose model folder is gone",

@@ -290,7 +290,10 @@ def _copy_companions(hf_checkpoint: Path, aside: Path, dtype: torch.dtype | None
         if path.is_file() and not weights and not path.name.endswith(".index.json"):
             shutil.copyfile(path, aside / path.name)
     if dtype is not None:
-        config = json.loads((aside / "config.json").read_text())
+        try:
+            config = dict(json.loads((aside / "config.json").read_text("utf-8")))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            raise DataError(f"{hf_checkpoint / 'config.json'} cannot be read: {error}; copy the model again") from error
         config.pop("torch_dtype", None)
         config["dtype"] = str(dtype).removeprefix("torch.")
         (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -121,13 +121,15 @@ def read_metadata(folder: Path) -> Metadata:
         DataError: it is missing, damaged, or holds anything else.
     """
     path = folder / TENSORS / _METADATA
+    _require_file(path)
     try:
         with path.open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
     except FileNotFoundError as error:
         raise DataError(f"{folder} is no complete checkpoint: {path} is missing; {OTHER_CHECKPOINT}") from error
     except Exception as error:  # which one depends on the bytes that are unpickled
-        raise DataError(f"{path} is damaged: {error}; {OTHER_CHECKPOINT}") from error
+        reason = str(error) or type(error).__name__  # a MemoryError has no words
+        raise DataError(f"{path} is damaged: {reason}; {OTHER_CHECKPOINT}") from error
     if not isinstance(metadata, Metadata):
         raise DataError(f"{path} is damaged: it holds a {type(metadata).__name__}; {OTHER_CHECKPOINT}")
     return metadata
@@ -139,6 +141,7 @@ def read_random_state(path: Path) -> dict[str, Tensor]:
     Raises:
         DataError: missing or damaged.
     """
+    _require_file(path)
     try:
         states = load_file(path)
     except FileNotFoundError as error:
@@ -174,6 +177,15 @@ def check_checkpoint(folder: Path) -> list[str]:
     return findings
 
 
+def _require_file(path: Path) -> None:
+    """Refuse what is there and no file: to open a pipe is to wait."""
+    try:
+        if path.exists() and not path.is_file():
+            raise DataError(f"{path} cannot be read: it is not a file; {OTHER_CHECKPOINT}")
+    except OSError:  # whoever opens it says what is wrong
+        return
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _METADATA_CLASSES:
@@ -202,12 +214,15 @@ def _shard_findings(folder: Path, metadata: Metadata) -> Iterator[str]:
         path = folder / TENSORS / name
         promised = max(offset + length for offset, length in pieces)
         try:
+            _require_file(path)
             with path.open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
                 if size < promised:
                     yield f"{path} is cut short: it has {size} bytes of {promised}; {OTHER_CHECKPOINT}"
                 elif not all(_begins_archive(file, offset) for offset, _ in (min(pieces), max(pieces))):
                     yield f"{path} is damaged: it holds something else than tensors; {OTHER_CHECKPOINT}"
+        except DataError as error:
+            yield str(error)
         except FileNotFoundError:
             yield f"{path} is missing; {OTHER_CHECKPOINT}"
         except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name

@@ -124,6 +124,8 @@ def check_tied(folder: Path, headers: Mapping[str, TensorHeader], tied: Mapping[
 
 @contextmanager
 def _opened(path: Path) -> Iterator[_OpenFile]:
+    if path.exists() and not path.is_file():  # to open a pipe is to wait
+        raise DataError(f"{path} is not a file; copy the model again")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file

@@ -140,6 +140,8 @@ class RunFolder:
             raise DataError(
                 f"{self.root} holds no checkpoint: {self._latest} is missing; give the folder of a run that saved one"
             )
+        if not self._latest.is_file():  # to open a pipe is to wait
+            raise DataError(f"{self._latest}: cannot be read; it must be a file")
         try:
             name = self._latest.read_text(errors="replace").strip()
         except OSError as error:

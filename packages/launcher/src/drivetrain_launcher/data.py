@@ -260,7 +260,13 @@ def _label_text(label: Any, key: str, source: str) -> str:
 def _tokenized(rows: Sequence[_Row], config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Prompt]:
     texts = [_rendered(row, tokenizer) for row in rows]
     # A chat template writes the special tokens itself.
-    ids = tokenizer(texts, add_special_tokens=not config.apply_chat_template)["input_ids"]
+    try:
+        ids = tokenizer(texts, add_special_tokens=not config.apply_chat_template)["input_ids"]
+    except Exception as error:  # a damaged tokenizer may fail in any way, and only when it is used
+        raise DataError(
+            f"the tokenizer of {tokenizer.name_or_path} failed on {rows[0].source} to {rows[-1].source}: "
+            f"{type(error).__name__}: {in_one_line(error)}; copy the model again"
+        ) from error
     for row, text, prompt_ids in zip(rows, texts, ids, strict=True):
         if not prompt_ids:
             raise DataError(f"{row.source}: {config.input_key!r} is empty; a prompt needs at least one token")
@@ -285,8 +291,15 @@ def _rendered(row: _Row, tokenizer: "PreTrainedTokenizerBase") -> str:
     except UnicodeEncodeError as error:
         raise DataError(f"{row.source}: holds a lone surrogate, which is no text: {error}") from error
     except Exception as error:  # templates raise whatever their authors chose
-        raise DataError(f"{row.source}: the chat template refused it: {type(error).__name__}: {error}") from error
+        raise DataError(
+            f"{row.source}: the chat template refused it: {type(error).__name__}: {in_one_line(error)}"
+        ) from error
     return text
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return the words of another library's error; a finding of ours is one line."""
+    return " ".join(str(error).split())
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -350,5 +363,6 @@ def _read_parquet(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, Mappin
                 for row in batch.to_pylist():
                     row_number += 1
                     yield f"{path} row {row_number}", row
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
+    # the last two: text that is not UTF-8, times that Python cannot hold
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+        raise DataError(f"{path}: cannot be read as Parquet: {in_one_line(error)}") from error

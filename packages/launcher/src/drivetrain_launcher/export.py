@@ -49,14 +49,19 @@ def _in_use(out: Path) -> bool:
 
 
 def _saved_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise DataError(f"{path}: {'is no file' if path.exists() else 'is missing'}; give the folder of a whole run")
     try:
-        config: Any = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: is missing; give the folder of a whole run") from error
-    except ValueError as error:
-        raise DataError(f"{path}: is not JSON ({error})") from error
+        config: Any = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); give the folder of a whole run") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: is not JSON ({error}); give the folder of a whole run") from error
     if not isinstance(config, dict):
         raise DataError(f"{path}: must be a table of options, found {type(config).__name__}")
     if missing := {"train-backend", "hf-checkpoint"} - set(config):
         raise DataError(f"{path}: lacks {', '.join(sorted(missing))}; give the folder of a whole run")
+    for key in ("train-backend", "hf-checkpoint"):
+        if not isinstance(config[key], str) or "\0" in config[key]:
+            raise DataError(f"{path}: {key} {config[key]!r:.60} is no text; give the folder of a whole run")
     return dict(config)

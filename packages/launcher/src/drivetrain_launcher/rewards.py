@@ -146,7 +146,8 @@ def load_function(path: str, *, flag: str) -> Callable[..., Any]:
             function = getattr(function, attribute)
     except (Exception, SystemExit) as error:  # an import may raise anything
         place = _place_in(module_name, error) or f"modules are searched from {here} and the environment"
-        raise ConfigError(f"{flag} {path}: {type(error).__name__}: {error} ({place})") from error
+        reason = " ".join(str(error).split())  # a finding is one line
+        raise ConfigError(f"{flag} {path}: {type(error).__name__}: {reason} ({place})") from error
     if not callable(function):
         raise ConfigError(f"{flag} {path}: is a {type(function).__name__}, not a function")
     return function

@@ -4,6 +4,7 @@ Weights are judged by the headers of their files; no tensor is read.
 """
 
 import codecs
+import errno
 import json
 import math
 import os
@@ -169,9 +170,16 @@ def _weight_files(folder: Path) -> dict[Path, set[str]]:
     return files
 
 
+def _require_file(path: Path) -> None:
+    """Refuse what is there and no file; to open a pipe is to wait. Raises OSError."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "is not a file")
+
+
 def _read_table(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises ValueError naming the file and what is wrong with it."""
     try:
+        _require_file(path)
         content = path.read_bytes()
         if content.startswith(codecs.BOM_UTF8):
             raise ValueError("it begins with a byte order mark; save it as UTF-8 without one")
@@ -192,6 +200,7 @@ def _tensor_sizes(path: Path) -> dict[str, int]:
     """
     no_file = f"{path}: is no safetensors file (a download that failed, or a Git LFS pointer?); fetch it again"
     try:
+        _require_file(path)
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from drivetrain_backend_api import ConfigError, DataError
 from drivetrain_launcher.config import DataConfig, DrivetrainConfig
-from drivetrain_launcher.data import Prompt, parse_row, sft_samples, value_at
+from drivetrain_launcher.data import Prompt, in_one_line, parse_row, sft_samples, value_at
 from drivetrain_launcher.preflight.model_folder import config_number
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def _parquet_columns(path: Path) -> dict[str, dict[str, object]]:
         with parquet.ParquetFile(path) as file:
             rows, names = file.metadata.num_rows, list(file.schema_arrow.names)
     except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path}: is no Parquet file: {error}") from error
+        raise DataError(f"{path}: is no Parquet file: {in_one_line(error)}") from error
     if not rows:
         raise DataError(f"{path}: holds no prompts")
     return {str(path): dict.fromkeys(names)}
