@@ -152,6 +152,9 @@ def test_flags_become_typed_values() -> None:
     [
         (["--lr", "fast"], "--lr fast: must be a number"),
         (["--lr", "-1"], "--lr -1.0: must be at least 0"),
+        (["--lr", "1\n2"], r"--lr '1\n2': must be a number"),
+        (["--lr-decay-style", "a\u2028b"], r"--lr-decay-style 'a\u2028b': not one of constant, linear, cosine"),
+        (["--seed=1\x85x"], r"--seed '1\x85x': must be a whole number"),
         (["--lr", "nan"], "--lr nan: must be at least 0"),
         (["--lr", "inf"], "--lr inf: must be a finite number"),
         (["--rollout-batch-size", "1.5"], "--rollout-batch-size 1.5: must be a whole number"),

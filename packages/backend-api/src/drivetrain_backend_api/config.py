@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
-from drivetrain_backend_api.errors import ConfigError
+from drivetrain_backend_api.errors import ConfigError, printable
 
 _TOO_LARGE = 2**63
 """Integers must fit what torch, files and other processes hold them in."""
@@ -122,7 +122,7 @@ class Option:
         values = value if self.many else (value,)
         for one in values:
             if self.choices and one not in self.choices:
-                return f"{self.flag} {one}: not one of {', '.join(self.choices)}"
+                return f"{self.flag} {printable(str(one))}: not one of {', '.join(self.choices)}"
             if isinstance(one, bool) or not isinstance(one, int | float):
                 continue
             if isinstance(one, int) and abs(one) >= _TOO_LARGE:

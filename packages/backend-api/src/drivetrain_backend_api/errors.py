@@ -4,6 +4,11 @@ Each message says what was found, what was expected, and what to do. Knows nothi
 """
 
 
+def printable(text: str) -> str:
+    """Quote text for a message of one line where it holds a line break or another character that does not print."""
+    return text if text.isprintable() else repr(text)
+
+
 class DrivetrainError(Exception):
     """Base of all errors that are shown to the user without a traceback."""
 

@@ -7,7 +7,7 @@ transformers or pydantic, so that `drivetrain --help` and `drivetrain backends` 
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from drivetrain_backend_api.config import OptionGroup, TrainConfig
 from drivetrain_backend_api.errors import ConfigError
@@ -106,6 +106,17 @@ def _import(target: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
+class CheckCheckpoint(Protocol):
+    """The function that `BackendSpec.check_checkpoint` names."""
+
+    def __call__(self, folder: "Path", *, world_size: int | None) -> list[str]:
+        """Return one sentence for each thing wrong."""
+
+
+def _unchecked(folder: "Path", *, world_size: int | None) -> list[str]:
+    return []
+
+
 @dataclass(frozen=True, kw_only=True)
 class BackendSpec(PluginSpec):
     """Spec of a train backend (entry point group `drivetrain.train_backends`).
@@ -117,10 +128,11 @@ class BackendSpec(PluginSpec):
         export_checkpoint: "module:function" with the parameters (folder, hf_checkpoint, out, dtype=None) that turns a
             folder written by `save_checkpoint` into a Hugging Face folder, in one process and without groups;
             imported only by `load_export_checkpoint`. "" when the backend has none.
-        check_checkpoint: "module:function" with the parameter (folder) that returns one sentence for each thing wrong
-            with a folder that `save_checkpoint` should have written, each with its file and the way out; it reads no
-            tensor and executes nothing of the folder. Imported only by `load_check_checkpoint`. "" when the backend
-            has none.
+        check_checkpoint: "module:function" with the parameters (folder, *, world_size) that returns one sentence for
+            each thing wrong with a folder that `save_checkpoint` should have written, each with its file and the way
+            out; it reads no tensor and executes nothing of the folder. `world_size` is the number of ranks that will
+            load the folder, None where it is exported; files that they do not read are not looked at. Imported only
+            by `load_check_checkpoint`. "" when the backend has none.
     """
 
     config_class: type[TrainConfig]
@@ -143,10 +155,10 @@ class BackendSpec(PluginSpec):
             raise ConfigError(f"train backend {self.name!r} cannot export a checkpoint to a Hugging Face folder")
         return _import(self.export_checkpoint)  # type: ignore[no-any-return]
 
-    def load_check_checkpoint(self) -> Callable[["Path"], list[str]]:
+    def load_check_checkpoint(self) -> "CheckCheckpoint":
         """Import and return the checkpoint check; where the backend has none, one that finds nothing."""
         if not self.check_checkpoint:
-            return no_findings
+            return _unchecked
         return _import(self.check_checkpoint)  # type: ignore[no-any-return]
 
 

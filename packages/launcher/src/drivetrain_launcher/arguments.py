@@ -32,6 +32,7 @@ from drivetrain_backend_api import (
     options,
     select_backend,
 )
+from drivetrain_backend_api.errors import printable
 from drivetrain_infra.config import PlacementConfig, RunFolderConfig, TrackingConfig, WeightSyncConfig
 from drivetrain_infra.engines.base import ROLLOUT_ENGINES, EngineSpec
 from drivetrain_launcher.config import DataConfig, EvalConfig, LoopConfig, RolloutConfig
@@ -319,7 +320,7 @@ def parse_flags(surface: Surface, argv: Sequence[str]) -> tuple[dict[str, list[s
 def _repeated(name: str, texts: Sequence[str]) -> str | None:
     if len(texts) < 2:
         return None
-    return f"{Spelling.FLAG.write(name)} is given {len(texts)} times ({', '.join(texts)}); give it once"
+    return f"{Spelling.FLAG.write(name)} is given {len(texts)} times ({', '.join(map(printable, texts))}); give it once"
 
 
 # -- from what was written to values -----------------------------------------------------------------------------------
@@ -342,12 +343,12 @@ def _scalar_from_text(one: Option, text: str) -> Any:
         raise ConfigError(f"{one.flag} needs a value, and was given an empty one")
     if one.type is bool:
         if text.lower() not in ("true", "false", "1", "0"):
-            raise ConfigError(f"{one.flag} {text}: must be true or false")
+            raise ConfigError(f"{one.flag} {printable(text)}: must be true or false")
         return text.lower() in ("true", "1")
     try:
         return one.type(text)
     except ValueError:
-        raise ConfigError(f"{one.flag} {text}: must be {_wanted(one)}") from None
+        raise ConfigError(f"{one.flag} {printable(text)}: must be {_wanted(one)}") from None
 
 
 def convert_typed(one: Option, value: object) -> Any:
@@ -393,6 +394,7 @@ def _wanted(one: Option) -> str:
 def explain_stranger(spelling: Spelling, text: str, surface: Surface) -> str:
     """Say of an unknown flag, key or variable whose it is, or what was probably meant."""
     name = spelling.guess_name(text)
+    text = printable(text)
     if name in FLAG_ONLY:
         return f"{text} can only be given as the flag {Spelling.FLAG.write(name)}"
     for kind, owner, chosen in _owners_of(name, surface):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain_backend_api import ConfigError, Option, OptionGroup
+from drivetrain_backend_api.errors import printable
 from drivetrain_launcher.arguments import (
     SELECTORS,
     VARIABLE_PREFIX,
@@ -204,7 +205,7 @@ def _layer(
         place = source(text)
         where = "" if spelling is Spelling.FLAG else f" (in {place})"
         if isinstance(raw, dict):
-            strangers.append(f"table [{text}]: options stand at the top level, outside tables{where}")
+            strangers.append(f"table [{printable(text)}]: options stand at the top level, outside tables{where}")
         elif text in names:
             layer[names[text]] = _setting(surface.options[names[text]], raw, convert, place, where)
         else:
@@ -233,7 +234,7 @@ def _environment_layer(surface: Surface, environ: Mapping[str, str]) -> tuple[La
         try:
             return convert_text(one, shlex.split(text) if one.many and text else [text])
         except ValueError as error:  # an open quote
-            raise ConfigError(f"{one.flag} {text}: {error}") from error
+            raise ConfigError(f"{one.flag} {printable(text)}: {error}") from error
 
     return _layer(surface, Spelling.VARIABLE, written, convert, lambda name: name)
 
@@ -255,7 +256,7 @@ def _code_findings(surface: Surface, settings: Layer) -> list[str]:
     for name, setting in settings.items():
         one = surface.options[name]
         if setting.source != _FLAG and one.names_code(setting.value):
-            word = one.flag if one.type is bool else f"{one.flag} {setting.value}"
+            word = one.flag if one.type is bool else f"{one.flag} {printable(str(setting.value))}"
             findings.append(
                 f"{word} runs code, so that only the command line may ask for it; add {word}{_where(setting)}"
             )
@@ -463,7 +464,7 @@ def _build_groups(surface: Surface, settings: Layer) -> tuple[dict[str, Any], li
         try:
             groups[name] = config_class(**{one: setting.value for one, setting in given.items()})
         except ConfigError as error:
-            findings += str(error).splitlines()
+            findings += str(error).split("\n")
     return groups, findings
 
 
