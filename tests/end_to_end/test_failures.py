@@ -1,7 +1,7 @@
 """Runs that fail in the middle: one sentence, the traceback in a file, what was durable still there, no process left.
 
 Each run trains for one rollout, saves, and meets its trouble at the second. What goes wrong there is real: the user's
-own function does it from inside the run, so that nothing depends on timing.
+own function does it from inside the run, so that nothing depends on timing. It leaves a process behind as well.
 """
 
 import os
@@ -22,17 +22,19 @@ import pytest
 
 from drivetrain_infra.ray_runtime import ray_temp_dir
 from drivetrain_infra.run_folder import RunFolder
+from drivetrain_launcher.export import export_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SAMPLES = 16
 """Of a rollout; so many rewards are computed before those of the second."""
 
+SECRET = "5ecret" + "0123456789abcdef" * 2
+
 TROUBLES = """
-import os
+import re
 import shutil
-import threading
-from concurrent.futures import ThreadPoolExecutor
+import subprocess
 
 import psutil
 
@@ -42,7 +44,10 @@ calls = 0
 def second_rollout():
     global calls
     calls += 1
-    return calls == SAMPLES + 4
+    if calls != SAMPLES + 4:
+        return False
+    subprocess.Popen(["sleep", "600"])
+    return True
 
 
 def raises(sample):
@@ -54,26 +59,13 @@ def raises(sample):
 
 def hangs(sample):
     if second_rollout():
-        with ThreadPoolExecutor() as pool:  # its threads would keep Python from ending, too
-            return pool.submit(threading.Event().wait).result()
+        re.match(r"(a+)+$", "a" * 40 + "b")  # for years, and no other thread runs meanwhile
     return float(calls % 2)
 
 
 def removes_the_run_folder(sample):
     if second_rollout():
         shutil.rmtree("RUN")
-    return float(calls % 2)
-
-
-def fills_the_disk(sample):
-    if second_rollout():
-        with open("RUN/other_users_file", "wb", buffering=0) as file:
-            try:
-                while True:
-                    file.write(bytes(4096))
-            except OSError:
-                # what metrics need; a checkpoint needs far more
-                file.truncate(max(0, file.tell() - 65536))
     return float(calls % 2)
 
 
@@ -118,20 +110,28 @@ class Failed:
 
 
 @pytest.fixture
-def fail(drivetrain: Command, train_words: Callable[..., list[str]], tmp_path: Path) -> Callable[..., Failed]:
+def fail(
+    drivetrain: Command, train_words: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Failed]:
     """Run `drivetrain train` with a reward of `TROUBLES`, or further flags, until it fails."""
+    monkeypatch.setenv("HF_TOKEN", SECRET)
 
-    def run(reward: str, *more: str, command: Command = drivetrain) -> Failed:
+    def run(*more: str, command: Command = drivetrain) -> Failed:
         (tmp_path / "troubles.py").write_text(TROUBLES.replace("SAMPLES", str(SAMPLES)))
-        words = train_words("--save", "RUN", "--save-interval", "1", "--num-rollout", "3", "--reward", reward, *more)
+        words = train_words("--save", "RUN", "--save-interval", "1", "--num-rollout", "3", *more)
+        if "sft" in more:
+            words[words.index("--n-samples-per-prompt") + 1] = "1"
         finished = command(*words, folder=tmp_path)
         assert finished.code == 1, finished.output
+        assert SECRET not in finished.output
         require_nothing_left(tmp_path / "RUN")
         prefix = "drivetrain: error: "
         errors = [line.removeprefix(prefix) for line in finished.output.splitlines() if line.startswith(prefix)]
         assert "Traceback" not in finished.output
         assert len(errors) == 2, finished.output
         log = Path(errors[1].removeprefix("the full traceback is in "))
+        files = [path for path in [*tmp_path.rglob("*"), log] if path.is_file()]
+        assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
         return Failed(
             folder=tmp_path,
             errors=errors,
@@ -170,8 +170,8 @@ def require_first_checkpoint_only(run: RunFolder) -> None:
     assert [name for name in names if name.startswith((".", "iter_"))] == ["iter_0000001"]
 
 
-def test_a_reward_that_raises(fail: Callable[..., Failed], drivetrain: Command) -> None:
-    failed = fail("troubles:raises")
+def test_a_reward_that_raises(fail: Callable[..., Failed]) -> None:
+    failed = fail("--reward", "troubles:raises")
     assert re.fullmatch(r"--reward troubles:raises on sample 3 \(.*\) failed: KeyError: 'verdict'", failed.errors[0]), (
         failed.errors
     )
@@ -182,23 +182,24 @@ def test_a_reward_that_raises(fail: Callable[..., Failed], drivetrain: Command) 
         f"drivetrain: the newest checkpoint is {failed.run.root}/iter_0000001; to go on from it, run the same command "
         f"with --load {failed.run.root} --save NEW in place of its own"
     )
-    exported = drivetrain("export", "RUN", "--out", "HF", folder=failed.folder)
-    assert exported.code == 0, exported.output
+    export_run(failed.run.root, failed.folder / "HF", None)
 
 
 def test_a_reward_that_hangs(fail: Callable[..., Failed]) -> None:
-    failed = fail("troubles:hangs", "--rollout-timeout", "20")
+    failed = fail("--reward", "troubles:hangs", "--rollout-timeout", "10")
     assert re.fullmatch(
-        r"--reward troubles:hangs did not return for sample 3 \(.*train.jsonl:\d+\) within --rollout-timeout 20 s of "
+        r"--reward troubles:hangs did not return for sample 3 \(.*train.jsonl:\d+\) within --rollout-timeout 10 s of "
         r"the rollout's start; repair it, or raise the timeout",
         failed.errors[0],
     ), failed.errors
-    assert "pool.submit(threading.Event().wait).result()" in failed.log
+    assert failed.log_path.parent == failed.run.root
+    assert re.search(r'troubles\.py", line \d+ in hangs', failed.log)
     require_first_checkpoint_only(failed.run)
+    assert f"the newest checkpoint is {failed.run.root}/iter_0000001" in failed.last
 
 
 def test_a_save_folder_that_is_removed(fail: Callable[..., Failed]) -> None:
-    failed = fail("troubles:removes_the_run_folder")
+    failed = fail("--reward", "troubles:removes_the_run_folder")
     root = failed.run.root
     assert failed.errors[0] == (
         f"{root}/metrics.jsonl: metrics have no place to go, because {root} was removed or replaced while the run went "
@@ -211,14 +212,13 @@ def test_a_save_folder_that_is_removed(fail: Callable[..., Failed]) -> None:
 
 
 def on_a_small_disk(*words: str, folder: Path) -> Finished:
-    """Run the command with a file system of a few MiB of its own at RUN, and copy what is on it out at the end."""
+    """Run the command with a file system at RUN that holds one checkpoint (1.3 MiB) but not two; copy what is on it."""
     command = shlex.join([sys.executable, "-m", "drivetrain_launcher.cli", *words])
     script = textwrap.dedent(
         f"""
-        mkdir RUN DISK && mount -t tmpfs -o size=8m disk RUN || exit 99
+        mkdir RUN DISK && mount -t tmpfs -o size=2m disk RUN || exit 99
         {command}
         code=$?
-        rm -f RUN/other_users_file
         cp -a RUN/. DISK/
         exit $code
         """
@@ -248,14 +248,14 @@ def may_mount() -> bool:
         return False
 
 
-def test_a_disk_that_is_full_while_saving(fail: Callable[..., Failed], drivetrain: Command) -> None:
+def test_a_disk_that_is_full_while_saving(fail: Callable[..., Failed]) -> None:
     if may_mount():
-        failed = fail("troubles:fills_the_disk", command=on_a_small_disk)
+        failed = fail("--algorithm", "sft", command=on_a_small_disk)
         reason = "No space left on device|PyTorch could not write a file to its end"
         (failed.run.root).rmdir()  # the mount point
         (failed.folder / "DISK").rename(failed.run.root)
     else:
-        failed = fail("troubles:limits_the_workers_files")
+        failed = fail("--reward", "troubles:limits_the_workers_files")
         reason = "File too large|PyTorch could not write a file to its end"
     assert re.fullmatch(
         rf"--save {failed.run.root}: checkpoint iter_0000002 could not be written \(({reason})\); make room there, or "
@@ -264,8 +264,7 @@ def test_a_disk_that_is_full_while_saving(fail: Callable[..., Failed], drivetrai
     ), failed.errors
     require_first_checkpoint_only(failed.run)
     assert f"the newest checkpoint is {failed.run.root}/iter_0000001" in failed.last
-    exported = drivetrain("export", "RUN", "--out", "HF", folder=failed.folder)
-    assert exported.code == 0, exported.output
+    export_run(failed.run.root, failed.folder / "HF", None)
 
 
 ENGINE_SPEC = """
@@ -302,7 +301,7 @@ def test_an_engine_of_another_wheel_that_returns_wrong_shapes(
     (tmp_path / "careless_spec.py").write_text(ENGINE_SPEC)
     (tmp_path / "careless_engine.py").write_text(ENGINE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    failed = fail("troubles:raises", "--rollout-engine", "careless")
+    failed = fail("--reward", "math", "--rollout-engine", "careless")
     assert re.fullmatch(
         r"engine-0 returned (\d) tokens and \d log-probs, for sample 5 \(.*train.jsonl:\d+\); repair it, or use "
         "another --rollout-engine",

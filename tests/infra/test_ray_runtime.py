@@ -64,6 +64,8 @@ def test_a_session_is_private_to_this_user_and_machine_and_leaves_nothing(
         with pytest.raises(DrivetrainError, match="already initialised"), ray_session(tmp_path / "other"):
             pass
         raise error
+    with pytest.raises(ray.exceptions.RaySystemError, match="Ray has not been started yet"):
+        ray.put(0)  # which would start another Ray, as a thread that was left behind might
     assert not ray.is_initialized()
     assert not session.temp_dir.exists()
     assert not list(home.iterdir())

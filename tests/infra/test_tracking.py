@@ -50,11 +50,27 @@ def test_a_run_folder_that_was_removed_is_noticed_at_the_next_line(tmp_path: Pat
     if replaced:
         folder.mkdir()
         (folder / "metrics.jsonl").touch()
-    named = folder / "metrics.jsonl" if replaced else folder
-    with pytest.raises(DrivetrainError, match=f"because {named} was removed or replaced while the run went on"):
+    with pytest.raises(DrivetrainError, match=f"because {folder} was removed or replaced while the run went on"):
         tracker.log(1, {"x": 1.0})
     tracker.close()
     assert folder.exists() is replaced
+
+
+@pytest.mark.parametrize("kept", [["0"], ["0", "edited"], None])
+def test_a_metrics_file_that_is_edited_or_removed_meanwhile_gets_the_next_lines(
+    tmp_path: Path, kept: list[str] | None
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tracker = JsonlTracker(path)
+    tracker.log(0, {"x": 1.0})
+    path.unlink()
+    if kept is not None:  # as an editor or `sed -i` does
+        (tmp_path / "new").write_text("".join(f'{{"rollout_id": "{one}"}}\n' for one in kept))
+        (tmp_path / "new").rename(path)
+    tracker.log(1, {"x": 2.0})
+    tracker.log(2, {"x": 3.0})
+    tracker.close()
+    assert [row["rollout_id"] for row in read_metrics(path)] == [*(kept or []), 1, 2]
 
 
 def test_a_line_that_does_not_fit_on_the_disk_is_not_there_at_all(tmp_path: Path) -> None:
@@ -130,3 +146,48 @@ def test_wandb_online_wants_a_login_before_anything_starts(tmp_path: Path) -> No
     assert login_finding(online, {**home, "WANDB_BASE_URL": "https://wandb.example"}) is not None
     (tmp_path / ".netrc").write_text("no netrc at all {")
     assert login_finding(online, home) is not None
+
+
+HOST = "https://wandb.example:8443"
+
+
+@pytest.mark.parametrize(
+    ("netrc", "settings", "environ"),
+    [
+        ("machine wandb.example:8443 login user password k", None, {"WANDB_BASE_URL": HOST}),
+        ("machine wandb.example login user password k", None, {"WANDB_BASE_URL": HOST}),
+        ("machine wandb.example:8443 login user password k", f"base_url = {HOST}", {}),
+        ("machine api.forge.coreweave.com login user password k", None, {}),
+        ("machine api.wandb.ai login user password k", None, {"WANDB_BASE_URL": "https://api.forge.coreweave.com"}),
+        ("default login user password k", None, {}),
+        ("", "api_key = k", {}),
+        ("", "= nothing that can be read", {}),
+        ("", None, {"WANDB_BASE_URL": "https://[nothing"}),
+        ("", None, {"WANDB_IDENTITY_TOKEN_FILE": "token"}),
+        ("", None, {"SM_TRAINING_ENV": "{}"}),
+    ],
+)
+def test_whoever_may_be_logged_in_to_wandb_is_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, netrc: str, settings: str | None, environ: dict[str, str]
+) -> None:
+    (tmp_path / "netrc").write_text(netrc)
+    for place in ("config", "here/wandb"):
+        (tmp_path / place).mkdir(parents=True)
+        monkeypatch.chdir(tmp_path)
+        variables = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc"), "WANDB_DIR": "here"}
+        variables |= {"WANDB_CONFIG_DIR": str(tmp_path / "config"), **environ}
+        if settings is not None:
+            (tmp_path / place / "settings").write_text(f"[default]\n{settings}\n")
+        assert login_finding(TrackingConfig(use_wandb=True), variables) is None
+        (tmp_path / place / "settings").unlink(missing_ok=True)
+
+
+def test_a_login_to_another_server_than_the_settings_name_is_none(tmp_path: Path) -> None:
+    settings = tmp_path / ".config" / "wandb" / "settings"
+    settings.parent.mkdir(parents=True)
+    settings.write_text(f"[default]\nbase_url = {HOST}\n")
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password k")
+    assert login_finding(TrackingConfig(use_wandb=True), {"HOME": str(tmp_path)}) == (
+        f"--use-wandb: nobody is logged in to wandb.example:8443; run `wandb login --host {HOST}`, set WANDB_API_KEY, "
+        "or give --wandb-mode offline"
+    )

@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from drivetrain_backend_api import ConfigError, DrivetrainError
 from drivetrain_infra.run_folder import RunFolder
 from drivetrain_launcher.cli import main, write_traceback
+from drivetrain_launcher.last_lines import DivergedError
 
 HEAVY = {"torch", "ray", "transformers", "pydantic"}
 MEASURE = """
@@ -149,16 +151,24 @@ def fail(request: object) -> int:
 WORDS = ["train", "--train-backend", "fsdp", "--hf-checkpoint", "M", "--prompt-data", "P", "--num-rollout", "3"]
 
 
-@pytest.mark.parametrize("saved", [True, False])
+def diverge(request: object) -> int:
+    raise DivergedError("rank 0 failed: pages of text") from RuntimeError("pages\nof text")
+
+
+@pytest.mark.parametrize(("saved", "run"), [(True, fail), (False, fail), (True, diverge)])
 def test_a_run_that_fails_says_where_its_traceback_and_its_newest_checkpoint_are(
-    saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    saved: bool,
+    run: Callable[[object], int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = RunFolder(tmp_path / "a run")
     folder.create({})
     if saved:
         with folder.new_checkpoint(2) as checkpoint:
             (checkpoint / "weights").touch()
-    monkeypatch.setattr("drivetrain_launcher.run.run_train", fail)
+    monkeypatch.setattr("drivetrain_launcher.run.run_train", run)
     assert main([*WORDS, "--save", str(folder.root)]) == 1
     first, second, *last = capsys.readouterr().err.splitlines()
     assert first == "drivetrain: error: rank 0 failed: pages of text"
@@ -169,7 +179,8 @@ def test_a_run_that_fails_says_where_its_traceback_and_its_newest_checkpoint_are
         f"drivetrain: the newest checkpoint is {folder.root}/iter_0000002; to go on from it, run the same command with "
         f"--load '{folder.root}' --save NEW in place of its own"
     )
-    assert last == ([hint] if saved else [])
+    # the newest checkpoint of a run that has diverged may be one of the bad ones
+    assert last == ([hint] if saved and run is fail else [])
 
 
 def test_a_refused_run_leaves_no_log(
@@ -239,6 +250,20 @@ def test_a_thread_that_never_returns_does_not_keep_the_process(start: str) -> No
     )
     done = subprocess.run([sys.executable, "-c", code, "trian"], timeout=30, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, "drivetrain: error: no command 'trian'; did you mean train?\n")
+
+
+def test_after_success_a_users_thread_may_take_its_time(tmp_path: Path) -> None:
+    code = (
+        "import sys, threading, time, drivetrain_launcher.cli as cli\n"
+        "def upload():\n"
+        "    time.sleep(1)\n"
+        f"    open({str(tmp_path / 'uploaded')!r}, 'w').close()\n"
+        "cli._LAST_SECONDS = 0.1\n"
+        "threading.Thread(target=upload).start()\n"
+        "sys.exit(cli.main())\n"
+    )
+    subprocess.run([sys.executable, "-c", code, "recipes"], timeout=30, capture_output=True, check=True)
+    assert (tmp_path / "uploaded").exists()
 
 
 def test_the_readme_shows_what_is_printed() -> None:

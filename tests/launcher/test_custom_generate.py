@@ -3,6 +3,7 @@
 import asyncio
 import math
 import re
+import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -174,6 +175,32 @@ def test_what_the_engine_cannot_continue_never_reaches_it(tokens: list[int], com
     with pytest.raises(DataError, match=rf"on sample 0 \(prompts.jsonl:1\) asked the engine to continue {complaint}"):
         run(asks, engine)
     assert engine.batches == []
+
+
+def test_tokens_that_only_equal_known_ones_are_replaced_by_them() -> None:
+    async def asks(prompt: Prompt, engine: Engine, tokenizer: object) -> CustomResponse:
+        first = await engine.generate(prompt.prompt_ids)
+        again = [*map(float, prompt.prompt_ids), *first.token_ids]
+        second = await engine.generate([*again, 5])  # type: ignore[list-item]
+        with pytest.raises(DataError, match="asked the engine to continue token_ids of float"):
+            await engine.generate([*again, 5, *second.token_ids, 6.0])  # type: ignore[list-item]
+        with pytest.raises(DataError, match="asked the engine to continue token id 100, beyond"):
+            await engine.generate([100])
+        return respond(5)
+
+    engine = CountingEngine()
+    run(asks, engine, count=1)
+    assert [one.prompt_ids for batch in engine.batches for one in batch] == [(0,), (0, 1, 5)]
+    assert {type(one) for batch in engine.batches for request in batch for one in request.prompt_ids} == {int}
+
+
+def test_a_signal_timeout_in_a_function_is_told_the_fix() -> None:
+    async def sets_an_alarm(prompt: Prompt, engine: Engine, tokenizer: object) -> CustomResponse:
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        raise AssertionError
+
+    with pytest.raises(DataError, match=r"failed: ValueError: signal only works .*without its signal timeout .*None"):
+        run(sets_an_alarm, CountingEngine())
 
 
 def test_a_function_that_ends_the_process_is_a_failure_of_its_sample() -> None:

@@ -28,7 +28,9 @@ def test_a_run_whose_last_ten_steps_were_lost_ends(lost: dict[str, float]) -> No
     divergence.check(0, [lost, GOOD])
     for rollout_id in range(1, 10):
         divergence.check(rollout_id, [lost])
-    with pytest.raises(DrivetrainError, match=r"diverged: the last 10 optimizer steps, up to rollout 10, .*lower --lr"):
+    with pytest.raises(
+        DrivetrainError, match=r"the last 10 optimizer steps, from rollout 1 to rollout 10, .*lower --lr"
+    ):
         divergence.check(10, [lost])
 
 

@@ -7,7 +7,8 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import psutil
@@ -34,13 +35,19 @@ _LOOK_SECONDS = 0.5
 """How often the driver looks whether they live."""
 
 UNWIND_SECONDS = 15.0
-"""How long the driver may take to end by itself once one of them has died; some calls to Ray never return then."""
+"""How long the driver may take to end by itself once one of them has died; some calls to Ray never return then.
+
+From the moment when the driver knows, only the time inside of Ray counts: closing files and trackers takes its own.
+"""
 
 
 class Daemons:
     """Ray's daemons that this process has started, and whether they live.
 
     Their end is noticed here rather than by Ray, which retries for a minute inside calls that nothing can interrupt.
+
+    Attributes:
+        is_known: whether the driver was told that one has died.
     """
 
     def __init__(self) -> None:
@@ -48,11 +55,13 @@ class Daemons:
         self._are_started = False
         self._end_is_expected = False
         self._problem: str | None = None
+        self.is_known = False
         self._looking = threading.Lock()
 
     def require_alive(self) -> None:
         """Raise a DrivetrainError that names the daemon that has died."""
         if problem := self.problem():
+            self.is_known = True
             raise DrivetrainError(problem)
 
     def problem(self) -> str | None:
@@ -95,12 +104,18 @@ _daemons: Daemons | None = None
 
 
 @contextlib.contextmanager
-def watched_daemons() -> Iterator[Daemons]:
-    """Watch Ray's daemons; end this process when one has died and the block is not left in time."""
+def watched_daemons(on_stuck: Callable[[str], object]) -> Iterator[Daemons]:
+    """Watch Ray's daemons; end this process with code 1 when one has died and the block is not left in time.
+
+    Args:
+        on_stuck: called with a sentence before this process ends so, since nobody else gets to say it.
+    """
     global _daemons
     daemons = _daemons = Daemons()
     left = threading.Event()
-    watch = threading.Thread(target=_watch, args=(daemons, left), name="ray-daemons", daemon=True)
+    watch = threading.Thread(
+        target=_watch, args=(daemons, left, threading.get_ident(), on_stuck), name="ray-daemons", daemon=True
+    )
     watch.start()
     try:
         yield daemons
@@ -110,14 +125,30 @@ def watched_daemons() -> Iterator[Daemons]:
         _daemons = None
 
 
-def _watch(daemons: Daemons, left: threading.Event) -> None:
-    while not daemons.problem():
+def _watch(daemons: Daemons, left: threading.Event, driver: int, on_stuck: Callable[[str], object]) -> None:
+    while not (problem := daemons.problem()):
         if left.wait(_LOOK_SECONDS):
             return
-    if not left.wait(UNWIND_SECONDS):
-        # what the command prints on an error; nobody else will get to it
-        print(f"drivetrain: error: {daemons.problem()}", file=sys.stderr, flush=True)
+    stuck = 0.0
+    while stuck < UNWIND_SECONDS:
+        began = time.monotonic()
+        if left.wait(_LOOK_SECONDS):
+            return
+        if not daemons.is_known or _is_in_ray(driver):
+            stuck += time.monotonic() - began
+    try:
+        on_stuck(problem)
+    finally:
         os._exit(1)
+
+
+def _is_in_ray(thread: int) -> bool:
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] == "ray":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def have_died() -> bool:

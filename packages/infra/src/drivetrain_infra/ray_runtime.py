@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -84,8 +84,7 @@ def ray_temp_dir(run_folder: Path, root: Path | None = None) -> Path:
     Raises:
         DrivetrainError: Ray's sockets would have paths that are too long for the operating system.
     """
-    digest = hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:8]
-    folder = (root or Path(tempfile.gettempdir())) / f"dt-{digest}"
+    folder = _temp_dir(run_folder, root)
     length = len(os.fsencode(f"{folder}{_LONGEST_SOCKET}"))
     if length > MAX_SOCKET_PATH:
         raise DrivetrainError(
@@ -93,6 +92,11 @@ def ray_temp_dir(run_folder: Path, root: Path | None = None) -> Path:
             f"point TMPDIR to a folder at least {length - MAX_SOCKET_PATH} bytes shorter, for example TMPDIR=/tmp"
         )
     return folder
+
+
+def _temp_dir(run_folder: Path, root: Path | None = None) -> Path:
+    digest = hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:8]
+    return (root or Path(tempfile.gettempdir())) / f"dt-{digest}"
 
 
 @contextlib.contextmanager
@@ -103,6 +107,7 @@ def ray_session(
     num_cpus: int | None = None,
     object_store_bytes: int | None = None,
     log_to_driver: bool = False,
+    on_stuck: Callable[[str], object] = lambda sentence: print(sentence, file=sys.stderr, flush=True),
 ) -> Iterator[RaySession]:
     """Connect this process to Ray: start one here, or join a running cluster; end what was started on the way out.
 
@@ -110,8 +115,10 @@ def ray_session(
     Ray's own `uv run` hook stays off: it would build another environment for every worker.
 
     Nothing of a Ray that is started here outlives this process, even if it is killed. When one of Ray's daemons dies,
-    `daemons.wait` raises, and a process that has not left the block `daemons.UNWIND_SECONDS` later says why and exits
-    with code 1.
+    `daemons.wait` raises, and a process that is then stuck in Ray for `daemons.UNWIND_SECONDS` exits with code 1.
+
+    On a cluster that was there before, only what this process itself has started is ended with it. After the first
+    session a process never connects to Ray by itself again, as calls to Ray otherwise do where there is no connection.
 
     Args:
         run_folder: names the temp dir; a second session for the same folder is refused while the first one lives.
@@ -120,6 +127,7 @@ def ray_session(
             so this may exceed the cores there are: pass what the placement needs.
         object_store_bytes: of a Ray started here; by default small without GPUs and Ray's own choice with them.
         log_to_driver: print what workers print.
+        on_stuck: called with a sentence before this process exits because it is stuck in Ray.
 
     Raises:
         DrivetrainError: Ray is already initialised here, the cluster cannot be reached, or Ray does not start.
@@ -128,7 +136,7 @@ def ray_session(
         with (
             owned_temp_dir(run_folder) as temp_dir,
             local_environment(temp_dir),
-            watched_daemons() as daemons,
+            watched_daemons(on_stuck) as daemons,
             _initialised(
                 {
                     "address": "local",
@@ -147,6 +155,7 @@ def ray_session(
     else:
         _require_reachable(address)
         with (
+            owned_temp_dir(run_folder, for_ray=False),
             _environment(_QUIRKS, RAY_ENABLE_UV_RUN_RUNTIME_ENV=False),
             _initialised({"address": address, "log_to_driver": log_to_driver}, f"connect to Ray at {address}") as head,
         ):
@@ -173,12 +182,17 @@ def _default_object_store_bytes() -> int | None:
 
 
 @contextlib.contextmanager
-def owned_temp_dir(run_folder: Path) -> Iterator[Path]:
+def owned_temp_dir(run_folder: Path, *, for_ray: bool = True) -> Iterator[Path]:
     """Own the run's temp dir: private to this user and locked, until all that was started in the block has ended.
 
     At the end of the block, or when this process dies, processes of the run are killed and the folder is removed.
+
+    Args:
+        run_folder: names the temp dir.
+        for_ray: whether Ray's sockets go there, for which its path must be short.
     """
-    folder = ray_temp_dir(run_folder)
+    # who joins a cluster that this process has started is another owner
+    folder = ray_temp_dir(run_folder) if for_ray else _temp_dir(run_folder).with_suffix(".driver")
     with _lock(folder, run_folder) as lock, guarded(folder, lock.fileno()):
         yield folder
 
@@ -297,6 +311,7 @@ def _initialised(arguments: Mapping[str, Any], doing: str, daemons: Daemons | No
     """Call `ray.init`, yield the head's address, shut Ray down; `daemons` are those that it starts."""
     import ray
 
+    _never_connect_unasked()
     if ray.is_initialized():
         raise DrivetrainError(
             f"Ray is already initialised in this process (at {ray.get_runtime_context().gcs_address}); Drivetrain "
@@ -327,6 +342,16 @@ def _initialised(arguments: Mapping[str, Any], doing: str, daemons: Daemons | No
             os.environ.pop("PYTHONBREAKPOINT", None)
         else:
             os.environ["PYTHONBREAKPOINT"] = breakpoint_hook
+
+
+def _never_connect_unasked() -> None:
+    """Keep calls to Ray from starting another one, as a thread that was left behind would after the end of the session.
+
+    For the life of the process, which may outlast the session.
+    """
+    from ray._private import auto_init_hook
+
+    auto_init_hook.enable_auto_connect = False
 
 
 def _keep_reports_off_the_screen() -> None:

@@ -6,10 +6,8 @@ What a subcommand needs is imported when it runs, so that `--help` and `backends
 import argparse
 import os
 import re
-import shlex
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -20,20 +18,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TextIO
 
-from drivetrain_backend_api import ConfigError, DataError, DiscoveryError, DrivetrainError
+from drivetrain_backend_api import ConfigError, DiscoveryError, DrivetrainError
 from drivetrain_launcher.arguments import StrictParser
 from drivetrain_launcher.export import DTYPES
+from drivetrain_launcher.last_lines import DivergedError, newest_checkpoint, one_line, write_log
 
 REFUSED = 2
 FAILED = 1
 INTERRUPTED = 130
 TERMINATED = 143
 
-_LONGEST_SENTENCE = 1500
-"""Characters of an error on the screen; a user's exception may carry pages, which are in the log."""
-
 _LAST_SECONDS = 10.0
-"""What threads of a user's code have to end in, once everything else has."""
+"""What threads of a user's code have to end in after a failure, once everything else has."""
 
 
 class Terminated(BaseException):
@@ -63,7 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _report(error)
     if (problem := _write_problem(sys.stdout)) and code == 0:
         code = _report_output(problem)
-    if argv is None:  # then this process is the command's own
+    if argv is None and code != 0:  # then this process is the command's own
+        if arguments[:1] == ["train"]:
+            from drivetrain_infra.guard import end_children
+
+            end_children()  # what a user's code has started and left behind
         _end_though_threads_hang(code)
     return code
 
@@ -107,8 +107,8 @@ def _train(words: Sequence[str]) -> int:
     except BaseException as error:  # as in `main`, but the run has a folder, and perhaps a checkpoint in it
         folder = request.save.absolute()
         code = _report(error, folder)
-        if code != REFUSED:
-            _say_what_is_saved(folder)
+        if code != REFUSED and not isinstance(error, DivergedError) and (newest := newest_checkpoint(folder)):
+            _say(newest)
     return code
 
 
@@ -182,14 +182,14 @@ def _report(error: BaseException, folder: Path | None = None) -> int:
             if error.__cause__ is None:
                 return FAILED
         case DrivetrainError():
-            _say(f"error: {_sentence(str(error))}")
+            _say(f"error: {one_line(str(error))}")
         case OutputError(__cause__=OSError() as problem):
             return _report_output(problem)
         case OSError() if unwritten := _write_problem(sys.stdout):
             return _report_output(unwritten)
         case _:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            _say(f"error: unexpected {_sentence(reason)}")
+            _say(f"error: unexpected {one_line(reason)}")
     try:
         _say(f"error: the full traceback is in {write_traceback(error, folder)}")
     except OSError as problem:
@@ -224,12 +224,6 @@ def _say(text: str) -> None:
         _write_problem(sys.stderr)  # where nobody can be told, the exit code still says it
 
 
-def _sentence(text: str) -> str:
-    """Put a text of any length and any number of lines into one line."""
-    line = " ".join(text.split())
-    return line if len(line) <= _LONGEST_SENTENCE else line[: _LONGEST_SENTENCE - 3] + "..."
-
-
 def _write_problem(stream: TextIO | None) -> OSError | None:
     """Return why a standard stream cannot be written; it then goes nowhere, so that each problem is found once."""
     if stream is None or stream.closed:
@@ -243,19 +237,6 @@ def _write_problem(stream: TextIO | None) -> OSError | None:
             os.close(nowhere)
         return error
     return None
-
-
-def _say_what_is_saved(save: Path) -> None:
-    from drivetrain_infra.run_folder import RunFolder
-
-    try:
-        newest = RunFolder(save).latest()
-    except (DataError, OSError):
-        return
-    _say(
-        f"the newest checkpoint is {newest}; to go on from it, run the same command with "
-        f"--load {shlex.quote(str(save))} --save NEW in place of its own"
-    )
 
 
 def _end_though_threads_hang(code: int) -> None:
@@ -274,24 +255,10 @@ def _end_though_threads_hang(code: int) -> None:
 
 
 def write_traceback(error: BaseException, folder: Path | None) -> Path:
-    """Write an error's traceback to a new file in `folder`, or in the system's temporary folder where that fails.
-
-    A folder that does not exist is not made: whoever removed it does not expect it back.
-    """
-    name = f"error_{time.strftime('%Y%m%d-%H%M%S')}_{os.getpid()}.log"
+    """Write an error's traceback to a new file in `folder`, or in the system's temporary folder where that fails."""
     # Ray colours the tracebacks of its workers
     text = re.sub(r"\x1b\[[0-9;]*m", "", "".join(traceback.format_exception(error)))
-    if folder is not None:
-        log = folder / name
-        try:
-            log.write_text(text, "utf-8", "backslashreplace")
-            return log
-        except OSError:  # a full or vanished disk may be the very error
-            with suppress(OSError):
-                log.unlink()
-    log = Path(tempfile.mkdtemp(prefix="drivetrain-")) / name
-    log.write_text(text, "utf-8", "backslashreplace")
-    return log
+    return write_log(text, folder)
 
 
 if __name__ == "__main__":

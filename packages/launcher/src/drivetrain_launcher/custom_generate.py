@@ -8,6 +8,7 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain_backend_api import ConfigError, DataError, DrivetrainError
@@ -17,7 +18,7 @@ from drivetrain_launcher.data import Prompt
 from drivetrain_launcher.engine_pool import EngineCall
 from drivetrain_launcher.response_checks import ResponseLimits, length_problem, log_prob_problem, token_problem
 from drivetrain_launcher.rewards import load_function
-from drivetrain_launcher.user_code import call_within
+from drivetrain_launcher.user_code import call_within, describe_failure
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,6 +67,7 @@ class Engine:
         self._where = where
         self._vocab_size = vocab_size
         self._turn = 0
+        self._known: tuple[int, ...] = ()
         self.sampling = sampling
 
     async def generate(self, prompt_ids: Sequence[int], sampling: SamplingParams | None = None) -> Generation:
@@ -80,14 +82,22 @@ class Engine:
                 f"{self._where} asked for temperature {sampling.temperature:g}, but the trainer computes "
                 f"log-probs at {self.sampling.temperature:g}; set --rollout-temperature instead"
             )
-        tokens = tuple(prompt_ids)
-        if problem := token_problem(tokens, self._vocab_size) or (None if tokens else "no token_ids at all"):
-            raise DataError(f"{self._where} asked the engine to continue {problem}")
+        tokens = self._checked(tuple(prompt_ids))
         request = GenerateRequest(
             prompt_ids=tokens, sampling=sampling or self.sampling, seed=(*self._seed, _TURN, self._turn)
         )
         self._turn += 1
-        return await self._rounds.generate(self._sample, request)
+        generation = await self._rounds.generate(self._sample, request)
+        self._known = tokens + generation.token_ids
+        return generation
+
+    def _checked(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """Return tokens that the engine can continue; what the last call ended with is known to be such."""
+        known = self._known if tokens[: len(self._known)] == self._known else ()
+        more = tokens[len(known) :]
+        if problem := token_problem(more, self._vocab_size) or (None if tokens else "no token_ids at all"):
+            raise DataError(f"{self._where} asked the engine to continue {problem}")
+        return known + more  # not what only equals it, as 1.0 equals 1
 
 
 CustomGenerate = Callable[[Prompt, Engine, "PreTrainedTokenizerBase"], Awaitable[CustomResponse]]
@@ -168,6 +178,7 @@ def run_custom_generate(
     sampling: SamplingParams,
     seeds: Sequence[tuple[int, ...]],
     seconds: float,
+    save: Path | None = None,
 ) -> list[CustomResponse]:
     """Run the function for every sample, and check what it returns.
 
@@ -179,6 +190,7 @@ def run_custom_generate(
         limits: what a response must keep to.
         seeds: one a sample.
         seconds: deadline of the whole.
+        save: folder of the run, for logs; None where there is no run.
 
     Raises:
         DataError: the function failed, or returned something malformed; names the sample.
@@ -196,7 +208,7 @@ def run_custom_generate(
         except DrivetrainError:
             raise
         except (Exception, SystemExit) as error:  # a user's function may raise anything
-            raise DataError(f"{where} failed: {type(error).__name__}: {error}") from error
+            raise DataError(f"{where} failed: {describe_failure(error)}") from error
         finally:
             rounds.finished()
         response = _checked(response, where, len(prompt.prompt_ids), limits)
@@ -209,10 +221,15 @@ def run_custom_generate(
             tasks = [group.create_task(one(sample, rounds)) for sample in range(len(prompts))]
         return [task.result() for task in tasks]
 
-    try:
-        return call_within(
-            lambda: asyncio.run(asyncio.wait_for(everything(), seconds)), seconds + _CANCEL_SECONDS, name=name
+    def run(say: Callable[[str], None]) -> list[CustomResponse]:
+        say(
+            f"--custom-generate {name} did not return within --rollout-timeout {seconds:g} s, and nothing else could "
+            "run meanwhile; the log shows the line; repair it"
         )
+        return asyncio.run(asyncio.wait_for(everything(), seconds))
+
+    try:
+        return call_within(run, seconds + _CANCEL_SECONDS, name=f"--custom-generate {name}", save=save)
     except TimeoutError as error:
         raise DrivetrainError(_late(name, samples, unfinished, seconds)) from error
     except ExceptionGroup as group_error:
@@ -237,7 +254,7 @@ def _checked(response: Any, where: str, prompt_tokens: int, limits: ResponseLimi
     if len(set(map(len, columns.values()))) > 1:
         sizes = ", ".join(f"{len(values)} {column}" for column, values in columns.items())
         raise DataError(f"{where} returned {sizes}; they must be equally many")
-    if any(one not in (0, 1) for one in response.loss_mask):
+    if not set(response.loss_mask) <= {0, 1}:
         raise DataError(f"{where} returned a loss_mask with values other than 0 and 1")
     if not isinstance(response.status, SampleStatus):
         raise DataError(f"{where} returned status {response.status!r}; it must be a SampleStatus")

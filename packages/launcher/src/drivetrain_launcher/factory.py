@@ -6,6 +6,7 @@ Everything started here is ended here, whatever happens in between.
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from drivetrain_infra.weight_sync.session import WeightSession
 from drivetrain_launcher.config import DrivetrainConfig
 from drivetrain_launcher.custom_generate import load_custom_generate
 from drivetrain_launcher.engine_pool import EnginePool
+from drivetrain_launcher.last_lines import print_stuck
 from drivetrain_launcher.response_checks import ResponseLimits
 from drivetrain_launcher.rewards import Reward
 from drivetrain_launcher.rollout import Generator
@@ -54,6 +56,7 @@ def start_cluster(placements: Sequence[PlacementConfig], *, folder: Path) -> Ite
         folder,
         address=placements[0].ray_address,
         num_cpus=max(logical_cpus(one) for one in placements),
+        on_stuck=partial(print_stuck, folder),
     ):
         yield
 
@@ -170,6 +173,7 @@ def _generator(stage: "PreparedStage", engines: Sequence[EngineHandle], reward: 
         limits=limits,
         seed=stage.config.train.seed,
         seconds=rollout.rollout_timeout,
+        save=stage.folder.root,
     )
 
 

@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from drivetrain_backend_api import DrivetrainError, TrainConfig
+from drivetrain_backend_api import TrainConfig
 from drivetrain_backend_api.packing import shard_rollout
 from drivetrain_infra.engines.base import SamplingParams
 from drivetrain_infra.run_folder import RunFolder
 from drivetrain_infra.tracking.base import Tracker
 from drivetrain_launcher.config import DrivetrainConfig
 from drivetrain_launcher.data import Prompt, PromptSource, sft_samples
+from drivetrain_launcher.last_lines import DivergedError
 from drivetrain_launcher.progress import Display
 from drivetrain_launcher.rollout import Generator, Rollout, labelled_rollout
 from drivetrain_launcher.train_group import TrainGroup
@@ -184,20 +185,24 @@ class Divergence:
         halvings = math.log2(config.initial_loss_scale / config.min_loss_scale) if config.precision == "fp16" else 0.0
         self._most = _MOST_LOST_STEPS + max(0, math.ceil(halvings))
         self._lost = 0
+        self._since = 0
 
     def check(self, rollout_id: int, steps: Sequence[Mapping[str, float]]) -> None:
         """Note how the optimizer steps of a rollout went.
 
         Raises:
-            DrivetrainError: too many in a row were skipped, or had a loss that is not finite.
+            DivergedError: too many in a row were skipped, or had a loss that is not finite.
         """
         for step in steps:
             lost = step["skipped_steps"] > 0 or not math.isfinite(step.get("loss", 0.0))
+            if lost and not self._lost:
+                self._since = rollout_id
             self._lost = self._lost + 1 if lost else 0
         if self._lost >= self._most:
-            raise DrivetrainError(
-                f"training has diverged: the last {self._lost} optimizer steps, up to rollout {rollout_id}, had a loss "
-                "or gradient that is not finite; lower --lr or --grad-clip, and start from an earlier checkpoint"
+            raise DivergedError(
+                f"training has diverged: the last {self._lost} optimizer steps, from rollout {self._since} to rollout "
+                f"{rollout_id}, had a loss or gradient that is not finite; lower --lr or --grad-clip, and start anew "
+                f"or from a checkpoint of well before rollout {self._since}"
             )
 
 

@@ -4,10 +4,13 @@ Plain functions that say what is wrong in words that follow "returned ...". They
 """
 
 import math
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from drivetrain_backend_api import DataError
 from drivetrain_infra.engines.base import FinishReason, GenerateRequest, Generation
@@ -33,6 +36,15 @@ class ResponseLimits:
 
 def token_problem(token_ids: Any, vocab_size: int | None) -> str | None:
     """Say why token ids cannot be embedded, or None."""
+    numbers = _as_array("q", token_ids)
+    if numbers is not None and (
+        not numbers.size or (numbers.min() >= 0 and (vocab_size is None or numbers.max() < vocab_size))
+    ):
+        return None
+    return _token_problem(token_ids, vocab_size)
+
+
+def _token_problem(token_ids: Any, vocab_size: int | None) -> str | None:
     if not isinstance(token_ids, Sequence):
         return f"token_ids of type {type(token_ids).__name__} instead of a tuple of ints"
     for kind in set(map(type, token_ids)):
@@ -50,6 +62,13 @@ def token_problem(token_ids: Any, vocab_size: int | None) -> str | None:
 
 def log_prob_problem(log_probs: Any) -> str | None:
     """Say why numbers cannot be log-probs of tokens that were drawn, or None."""
+    numbers = _as_array("d", log_probs)
+    if numbers is not None and np.isfinite(numbers).all() and numbers.max(initial=0.0) <= _ROUNDING:
+        return None
+    return _log_prob_problem(log_probs)
+
+
+def _log_prob_problem(log_probs: Any) -> str | None:
     if not isinstance(log_probs, Sequence):
         return f"log_probs of type {type(log_probs).__name__} instead of a tuple of floats"
     for kind in set(map(type, log_probs)):
@@ -61,6 +80,17 @@ def log_prob_problem(log_probs: Any) -> str | None:
     if log_probs and max(log_probs) > _ROUNDING:
         return f"log-prob {max(log_probs):g}, which is above 0"
     return None
+
+
+def _as_array(kind: Literal["q", "d"], values: Any) -> "np.ndarray[Any, np.dtype[Any]] | None":
+    """Convert a sequence of 64-bit ints ("q") or floats ("d") as fast as it goes; None where it holds anything else."""
+    if not isinstance(values, Sequence):
+        return None
+    try:
+        # unlike NumPy's own conversions, which take 1.5 for an int and "1" for a number
+        return np.frombuffer(array(kind, values), dtype=kind)
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def length_problem(prompt_tokens: int, response_tokens: int, limits: ResponseLimits) -> str | None:

@@ -15,6 +15,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from drivetrain_backend_api import ConfigError, DataError
+from drivetrain_launcher.user_code import describe_failure
 
 if TYPE_CHECKING:
     from drivetrain_backend_api.batch import SampleStatus
@@ -76,7 +77,7 @@ class Reward:
         try:
             result = self.function(sample)
         except (Exception, SystemExit) as error:  # a user's function may raise anything
-            raise DataError(f"{where} failed: {type(error).__name__}: {error}") from error
+            raise DataError(f"{where} failed: {describe_failure(error)}") from error
         value = _finite(self._chosen(result, where))
         if value is None:
             raise DataError(f"{where} returned {result!r}; it must return a finite number")

@@ -5,8 +5,9 @@ the prompt list alone, so that a rollout on a CPU is the same bit for bit whenev
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,6 +60,7 @@ class Generator:
         custom_generate: the user's function and its name, None for plain generation.
         limits: what a response must keep to.
         seconds: deadline of one rollout.
+        save: folder of the run, for logs; None where there is no run.
     """
 
     call: EngineCall
@@ -68,6 +70,7 @@ class Generator:
     limits: ResponseLimits
     seed: int
     seconds: float
+    save: Path | None = None
 
     def generate(
         self,
@@ -131,6 +134,7 @@ class Generator:
                 sampling=sampling,
                 seeds=seeds,
                 seconds=self.seconds,
+                save=self.save,
             )
         generations = self.call(
             [
@@ -154,18 +158,24 @@ class Generator:
         """Compute all rewards within what is left of the rollout's deadline."""
         rewards: list[float] = []
 
-        def compute() -> None:
+        def late(index: int) -> str:
+            return (
+                f"--reward {self.reward.name} did not return for sample {index} ({samples[index].source}) within "
+                f"--rollout-timeout {self.seconds:g} s of the rollout's start; repair it, or raise the timeout"
+            )
+
+        def compute(say: Callable[[str], None]) -> None:
             for index, pair in enumerate(zip(samples, responses, strict=True)):
+                say(late(index))
                 rewards.append(self._reward(index, *pair))  # how many there are says which one hangs
 
         try:
-            call_within(compute, began + self.seconds - time.monotonic(), name=f"--reward {self.reward.name}")
+            call_within(
+                compute, began + self.seconds - time.monotonic(), name=f"--reward {self.reward.name}", save=self.save
+            )
         except TimeoutError as error:
-            late = len(rewards)
-            raise DrivetrainError(
-                f"--reward {self.reward.name} did not return for sample {late} ({samples[late].source}) within "
-                f"--rollout-timeout {self.seconds:g} s of the rollout's start; repair it, or raise the timeout"
-            ) from error
+            # the last one may have come just now
+            raise DrivetrainError(late(min(len(rewards), len(samples) - 1))) from error
         return rewards
 
     def _reward(self, index: int, prompt: Prompt, response: CustomResponse) -> float:

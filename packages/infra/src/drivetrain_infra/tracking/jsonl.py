@@ -14,7 +14,8 @@ from drivetrain_backend_api import DrivetrainError
 class JsonlTracker:
     """Appends to a file, each line at once, so that a reader never waits for the end of the run.
 
-    Every line is written whole or not at all.
+    Every line is written whole or not at all. A file that is replaced or removed meanwhile, as editors and `sed -i` do,
+    is opened again; one whose folder is no longer the same has no place to go.
     """
 
     def __init__(self, path: Path) -> None:
@@ -26,6 +27,8 @@ class JsonlTracker:
         self._path = path
         try:
             self._file = path.open("ab", buffering=0)
+            # open, so that no other folder gets its number
+            self._folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
             raise self._failure(error) from error
 
@@ -33,33 +36,33 @@ class JsonlTracker:
         """Append one line; a value that is not finite becomes null, since JSON has no other word for it.
 
         Raises:
-            DrivetrainError: it cannot be written, or the file was removed or replaced since it was opened.
+            DrivetrainError: it cannot be written, or the folder was removed or replaced since the file was opened.
         """
         row = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         line = json.dumps({"rollout_id": rollout_id, **row}, allow_nan=False) + "\n"
         try:
-            self._require_in_place()
+            self._stay_in_place()
             self._append(line.encode())
         except OSError as error:
             raise self._failure(error) from error
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if not self._file.closed:
+            self._file.close()
+            os.close(self._folder)
 
-    def _require_in_place(self) -> None:
-        """Refuse to write where nobody would find it: into a file that has no name any more."""
-        opened = os.fstat(self._file.fileno())
-        try:
-            in_place = os.path.samestat(opened, self._path.stat())
-        except FileNotFoundError:
-            in_place = False
-        if not in_place:
-            gone = self._path if self._path.parent.is_dir() else self._path.parent
+    def _stay_in_place(self) -> None:
+        """See that what is written is found: not in a file or folder that has no name any more."""
+        file, folder = self._file.fileno(), self._path.parent
+        if not _is_at(self._folder, folder):
             raise DrivetrainError(
-                f"{self._path}: metrics have no place to go, because {gone} was removed or replaced while the run went "
-                "on; start again with a --save that nothing removes"
+                f"{self._path}: metrics have no place to go, because {folder} was removed or replaced while the run "
+                "went on; start again with a --save that nothing removes"
             )
+        if not _is_at(file, self._path):
+            self._file.close()
+            self._file = self._path.open("ab", buffering=0)
 
     def _append(self, line: bytes) -> None:
         begin = os.fstat(self._file.fileno()).st_size
@@ -75,6 +78,13 @@ class JsonlTracker:
         return DrivetrainError(
             f"{self._path}: metrics cannot be written ({error.strerror}); make room there, or choose another --save"
         )
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
