@@ -1,6 +1,7 @@
 """Checkpoints: bitwise under the same layout, exact under another, exported to Hugging Face, and never trusted."""
 
 import dataclasses
+import importlib
 import json
 import pickle
 import shutil
@@ -22,6 +23,7 @@ from fsdp_testing import (
     train_here,
 )
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from transformers import AutoModelForCausalLM
 
 from drivetrain_backend_api import TRAIN_BACKENDS, load_spec
@@ -228,6 +230,46 @@ def test_checkpoint_metadata_cannot_run_code(saved: Any, tmp_path: Path) -> None
     assert not (tmp_path / "witness").exists()
 
 
+def test_checkpoint_metadata_cannot_change_a_class(saved: Any, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved["folder"], tmp_path / "copy"))
+    path = folder / "dcp" / ".metadata"
+    module = "torch.distributed.checkpoint.metadata"
+    victims = {
+        ("pathlib", "PosixPath"): "is_dir",
+        ("torch", "Size"): "numel",
+        ("torch", "float32"): "itemsize",
+        ("torch.serialization", "_get_layout"): "cache",
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): "offset",
+        (module, "Metadata"): "state_dict_metadata",
+        (module, "_MEM_FORMAT_ENCODING"): "TORCH_CONTIGUOUS_FORMAT",
+    }
+    for (where, name), attribute in victims.items():
+        victim = getattr(importlib.import_module(where), name)
+        before = dict(vars(victim)) if hasattr(victim, "__dict__") else None
+        named, value = f"c{where}\n{name}\n", f"}}S'{attribute}'\nctorch\nSize\ns"
+        for hostile in (f"{named}(N{value}tb.", f"{named}{value}b."):  # state of slots, state of a __dict__
+            path.write_bytes(hostile.encode())
+            with pytest.raises(DataError, match="is damaged"):
+                read_metadata(folder)
+        assert (dict(vars(victim)) if hasattr(victim, "__dict__") else None) == before
+    assert Path(folder).is_dir() is True
+
+
+def test_checkpoint_metadata_cannot_change_what_all_share(saved: Any, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved["folder"], tmp_path / "copy"))
+    encodings = "ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+    hostile = f"{encodings}(I0\ntR}}S'_value_'\nI7\nsb."
+    (folder / "dcp" / ".metadata").write_bytes(hostile.encode())
+    with pytest.raises(DataError, match="is damaged"):
+        read_metadata(folder)
+    assert [one.value for one in _MEM_FORMAT_ENCODING] == [0, 1, 2]
+
+
+def test_checkpoint_metadata_is_read_as_pickle_would_read_it(saved: Any, on_ranks: Callable[[int], Any]) -> None:
+    for folder in (saved["folder"], on_ranks(2)["checkpoint"]):
+        assert read_metadata(folder) == pickle.loads((folder / "dcp" / ".metadata").read_bytes())
+
+
 # -- is it whole? ------------------------------------------------------------------------------------------------------
 
 
@@ -243,8 +285,8 @@ def shard_of(folder: Path) -> Path:
 
 def test_a_whole_checkpoint_is_found_whole(saved: Any, on_ranks: Callable[[int], Any]) -> None:
     check = load_spec(TRAIN_BACKENDS, "fsdp").load_check_checkpoint()
-    assert check(saved["folder"]) == []
-    assert check(on_ranks(2)["checkpoint"]) == []
+    assert check(saved["folder"], world_size=1) == []
+    assert check(on_ranks(2)["checkpoint"], world_size=2) == []
 
 
 def test_a_shard_that_is_cut_short_or_overwritten_or_gone_is_named(copy: Path) -> None:
@@ -286,17 +328,28 @@ def test_what_is_wrong_with_the_state_file_is_said(copy: Path, change: dict[str,
 
 def test_random_states_are_looked_at_for_every_rank(copy: Path) -> None:
     path = copy / "trainer_state.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"world_size": 10**15}))
-    assert check_checkpoint(copy) == [
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"world_size": 3}))
+    assert check_checkpoint(copy, world_size=3) == [
         f"{copy / 'rng_rank00001.safetensors'} is missing; use another checkpoint of the run"
     ]
     state = copy / "rng_rank00000.safetensors"
     save_file({"cpu": torch.zeros(3)}, state)
-    first, _ = check_checkpoint(copy)
+    first, _ = check_checkpoint(copy, world_size=3)
     assert first == f"{state} is damaged: it holds no random state of a CPU; use another checkpoint of the run"
     state.write_bytes(b"")
-    first, _ = check_checkpoint(copy)
+    first, _ = check_checkpoint(copy, world_size=3)
     assert first.startswith(f"{state} is damaged: ")
+
+
+@pytest.mark.parametrize("content", [None, b""])
+def test_random_states_that_nobody_will_read_may_be_missing_or_damaged(
+    copy: Path, models: dict[str, str], tmp_path: Path, content: bytes | None
+) -> None:
+    state = copy / "rng_rank00000.safetensors"
+    state.unlink() if content is None else state.write_bytes(content)
+    assert check_checkpoint(copy, world_size=2) == check_checkpoint(copy, world_size=None) == []
+    assert len(check_checkpoint(copy, world_size=1)) == 1
+    export_checkpoint(copy, Path(models["qwen3-tied"]), tmp_path / "out")
 
 
 def test_all_that_is_wrong_is_found_at_once_and_nothing_is_executed(copy: Path, tmp_path: Path) -> None:

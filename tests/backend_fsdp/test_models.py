@@ -204,13 +204,24 @@ def test_a_reference_that_is_not_given_or_has_another_vocabulary_is_refused(
     with one_rank(config_of(models["qwen3"])) as backend, pytest.raises(ConfigError, match="--ref-load"):
         backend.setup(with_ref=True)
     other = tiny_config("qwen2")
-    other.vocab_size = VOCABULARY + 1
+    other.vocab_size = VOCABULARY - 1
     AutoModelForCausalLM.from_config(other).save_pretrained(tmp_path)
     with (
         one_rank(config_of(models["qwen3"], opd_teacher_load=str(tmp_path))) as backend,
-        pytest.raises(DataError, match=r"--opd-teacher-load.*vocabulary of 68"),
+        pytest.raises(DataError, match=r"--opd-teacher-load.*vocabulary of 66"),
     ):
         backend.setup(with_opd_teacher=True)
+
+
+def test_a_teacher_whose_vocabulary_is_padded_further_is_taken(models: dict[str, str], tmp_path: Path) -> None:
+    other = tiny_config("qwen2")
+    other.vocab_size = VOCABULARY + 1
+    AutoModelForCausalLM.from_config(other).save_pretrained(tmp_path)
+    with one_rank(config_of(models["qwen3"], opd_teacher_load=str(tmp_path))) as backend:
+        backend.setup(with_opd_teacher=True)
+        found = backend.maybe_compute_teacher_log_probs(backend.preprocess_rollout_data(make_rollout(3)))
+        assert found is not None
+        assert all(torch.isfinite(one).all() for one in found)
 
 
 def test_buffers_that_no_file_stores_are_right_after_meta_initialisation(tmp_path: Path) -> None:

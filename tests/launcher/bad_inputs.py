@@ -435,7 +435,9 @@ REFUSED: Mapping[str, Sequence[BadInput]] = {
                 "model/config.json", b"\xef\xbb\xbf" + (folder / "model/config.json").read_bytes()
             )(folder),
         ),
-        BadInput(wrong="no tokenizer", arrange=remove("model/tokenizer.json")),
+        BadInput(
+            wrong="no tokenizer", arrange=several(remove("model/tokenizer.json"), remove("model/tokenizer_config.json"))
+        ),
         BadInput(wrong="a broken tokenizer", arrange=write("model/tokenizer.json", "{}"), cut="cannot be loaded: "),
         BadInput(
             wrong="a tokenizer that fails only when it is used",
@@ -483,11 +485,11 @@ REFUSED: Mapping[str, Sequence[BadInput]] = {
         BadInput(wrong="an index without a `weight_map`", arrange=write("model/model.safetensors.index.json", "{}")),
         BadInput(wrong="`--ref-load absent`, which is not there", more=["--use-kl-loss", "--ref-load", "absent"]),
         BadInput(
-            wrong="`--ref-load other` with another vocabulary",
+            wrong="`--ref-load other` with a smaller vocabulary",
             more=["--use-kl-loss", "--ref-load", "other"],
             arrange=several(
                 lambda folder: shutil.copytree(folder / "model", folder / "other"),
-                edit_json("other/config.json", vocab_size=15),
+                edit_json("other/config.json", vocab_size=13),
             ),
         ),
         BadInput(
@@ -592,6 +594,11 @@ REFUSED: Mapping[str, Sequence[BadInput]] = {
             arrange=lines(GOOD_ROW, {"question": "1+1+1+1+1+1+1+1+1+1=", "answer": "10"}),
         ),
         flag("--use-dynamic-batch-size", "--max-tokens-per-gpu", "8", wrong="samples are longer"),
+        BadInput(
+            wrong="a held-out prompt too long for `--eval-max-response-len 60`",
+            more=["--eval-prompt-data", "held_out.jsonl", "--eval-max-response-len", "60"],
+            arrange=lines(GOOD_ROW, {"question": "1+1+1=", "answer": "3"}, name="held_out.jsonl"),
+        ),
     ),
     "Functions of your own": (
         flag("--reward", "maths"),
@@ -625,8 +632,11 @@ REFUSED: Mapping[str, Sequence[BadInput]] = {
         BadInput(wrong="`--save /proc/new`, not writable", changes={"--save": "/proc/new"}),
         BadInput(wrong="`--save run`, which holds a run", changes={"--save": "run"}),
         BadInput(wrong="`--save /`", changes={"--save": "/"}),
-        BadInput(wrong="`--save model/run`, in the model's folder", changes={"--save": "model/run"}),
-        BadInput(wrong="`--save .`, around the model's folder", changes={"--save": "."}),
+        BadInput(wrong="`--save model`, the model's folder", changes={"--save": "model"}),
+        BadInput(
+            wrong="`--recipe quickstart --save /proc/new`, not writable",
+            command=["train", "--recipe", "quickstart", "--save", "/proc/new"],
+        ),
         BadInput(
             wrong="`--save loop`, a link to itself",
             changes={"--save": "loop"},
@@ -686,12 +696,6 @@ REFUSED: Mapping[str, Sequence[BadInput]] = {
                 r"\d+\.\d \w+ are available": "12.0 GiB are available",
             },
         ),
-        BadInput(
-            wrong="`--save-interval 1 --num-rollout 1000000000`",
-            changes={"--num-rollout": "1000000000"},
-            more=["--save-interval", "1"],
-            varying={r"has \d+\.\d \w+ free": "has 60.0 GiB free"},
-        ),
     ),
     "Export, refused": (
         BadInput(
@@ -699,12 +703,6 @@ REFUSED: Mapping[str, Sequence[BadInput]] = {
             command=["export", "run", "--out", "model"],
         ),
         BadInput(wrong="`--out` is a file", command=["export", "run", "--out", "train.jsonl"]),
-    ),
-}
-"""Heading -> inputs that are refused before anything starts: exit code 2."""
-
-FAILED: Mapping[str, Sequence[BadInput]] = {
-    "Export": (
         BadInput(wrong="no such run", command=["export", "absent", "--out", "x"]),
         BadInput(wrong="not a run", command=["export", "model", "--out", "x"]),
         BadInput(
@@ -713,15 +711,21 @@ FAILED: Mapping[str, Sequence[BadInput]] = {
             arrange=remove("run/config.json"),
         ),
         BadInput(
+            wrong="a run whose `config.json` is a folder",
+            command=["export", "run", "--out", "x"],
+            arrange=several(remove("run/config.json"), lambda folder: (folder / "run/config.json").mkdir()),
+        ),
+    ),
+}
+"""Heading -> inputs that are refused before anything starts: exit code 2."""
+
+FAILED: Mapping[str, Sequence[BadInput]] = {
+    "Export": (
+        BadInput(
             wrong="a run whose `config.json` is broken",
             command=["export", "run", "--out", "x"],
             arrange=write("run/config.json", "{"),
             cut="is not JSON ",
-        ),
-        BadInput(
-            wrong="a run whose `config.json` is a folder",
-            command=["export", "run", "--out", "x"],
-            arrange=several(remove("run/config.json"), lambda folder: (folder / "run/config.json").mkdir()),
         ),
         BadInput(
             wrong="a run whose `config.json` lacks the model",

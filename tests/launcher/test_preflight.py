@@ -15,7 +15,7 @@ from drivetrain_backend_api import ConfigError, DataError
 from drivetrain_launcher.config import DrivetrainConfig
 from drivetrain_launcher.data import Prompt
 from drivetrain_launcher.export import export_run
-from drivetrain_launcher.preflight import check_vocabulary, preflight
+from drivetrain_launcher.preflight import check_lengths, check_vocabulary, preflight
 from drivetrain_launcher.preflight.machine import machine_findings
 from drivetrain_launcher.preflight.size import run_size
 from drivetrain_launcher.sources import build_config, read_request
@@ -86,6 +86,10 @@ def findings(folder: Path, **changes: object) -> list[str]:
     except ConfigError as error:
         return str(error).splitlines()
     return []
+
+
+def notes(folder: Path, **changes: object) -> list[str]:
+    return preflight(config_of(folder, **changes))
 
 
 def test_a_run_that_can_start_passes_and_leaves_nothing_behind(folder: Path) -> None:
@@ -197,9 +201,17 @@ def test_the_tokenizer_must_be_there_for_the_policy_only(folder: Path) -> None:
     (folder / "model" / "tokenizer.json").unlink()
     found = findings(folder, ref_load=folder / "model")
     assert [one for one in found if "tokenizer" in one] == [
-        f"--hf-checkpoint {folder / 'model'}: holds no tokenizer (one of tokenizer.json, tokenizer.model, vocab.json, "
-        "vocab.txt, spiece.model)"
+        f"--hf-checkpoint {folder / 'model'}: holds no tokenizer (one of tokenizer.json, tokenizer_config.json, "
+        "tokenizer.model, vocab.json, vocab.txt, spiece.model, sentencepiece.bpe.model, tiktoken.model, tekken.json)"
     ]
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer_config.json", "tokenizer.model", "sentencepiece.bpe.model", "tiktoken.model", "tekken.json"]
+)
+def test_a_tokenizer_of_any_kind_is_left_to_its_loader(folder: Path, name: str) -> None:
+    (folder / "model" / "tokenizer.json").rename(folder / "model" / name)
+    assert findings(folder) == []
 
 
 def test_other_model_folders_are_checked_under_their_own_flags(folder: Path) -> None:
@@ -220,6 +232,27 @@ def test_other_model_folders_are_checked_under_their_own_flags(folder: Path) -> 
 def test_responses_longer_than_the_models_positions_are_refused(folder: Path, changes: Words, flag: str) -> None:
     found = findings(folder, eval_prompt_data=folder / "train.jsonl", **changes)
     assert found == [f"{flag} exceed the 64 positions of {folder / 'model'}; lower it"]
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_scaled_positions_are_what_a_response_may_use(folder: Path, key: str) -> None:
+    write_json(folder / "model" / "config.json", {"model_type": "qwen3", "max_position_embeddings": 64, key: YARN})
+    assert findings(folder, rollout_max_response_len=255) == []
+    assert findings(folder, rollout_max_response_len=256) == [
+        f"--rollout-max-response-len 256 and a prompt exceed the 256 positions of {folder / 'model'}; lower it"
+    ]
+    prompt = Prompt(index=0, source="train.jsonl:1", prompt_ids=(0,) * 200, text="")
+    check_lengths(config_of(folder, rollout_max_response_len=56), [prompt], answers=None, held_out=[])
+
+
+def test_lengths_and_memory_are_looked_at_though_something_else_is_wrong_with_the_model(folder: Path) -> None:
+    (folder / "model" / "tokenizer.json").unlink()
+    found = findings(folder, rollout_max_response_len=64, actor_num_gpus_per_node=100_000)
+    assert ["tokenizer" in found[0], "64 positions" in found[1]] == [True, True]
+    assert "100000 train workers and 1 rollout engine for a model of 19 parameters need at least" in found[2]
 
 
 def test_a_model_type_that_transformers_does_not_know_is_named(folder: Path) -> None:
@@ -245,13 +278,32 @@ def test_an_index_that_leads_out_of_the_folder_is_refused(folder: Path) -> None:
     ]
 
 
-def test_a_reference_must_have_the_vocabulary_of_the_policy(folder: Path) -> None:
+def reference_of(folder: Path, *, mine: int, theirs: int, tokens: dict[str, int] | None = None) -> Path:
+    """A reference beside the policy, both with a vocabulary of some size, and the reference's own tokenizer."""
     reference = Path(shutil.copytree(folder / "model", folder / "reference"))
-    for model, size in ((folder / "model", 5), (reference, 6)):
+    for model, size in ((folder / "model", mine), (reference, theirs)):
         write_json(model / "config.json", {"model_type": "qwen3", "vocab_size": size})
+    if tokens is not None:
+        Tokenizer(models.WordLevel(tokens, unk_token="a")).save(str(reference / "tokenizer.json"))
+    return reference
+
+
+@pytest.mark.parametrize("tokens", [None, {"a": 0, "b": 1}])
+def test_a_reference_may_have_a_larger_vocabulary_of_the_same_tokens(
+    folder: Path, tokens: dict[str, int] | None
+) -> None:
+    reference = reference_of(folder, mine=151936, theirs=152064, tokens=tokens)
+    assert findings(folder, ref_load=reference, use_kl_loss=True) == []
+    (folder / "model" / "tokenizer.json").rename(folder / "model" / "tokenizer.model")
+    assert findings(folder, ref_load=reference, use_kl_loss=True) == []
+
+
+@pytest.mark.parametrize(("theirs", "tokens"), [(6, {"b": 0, "a": 1}), (4, None)])
+def test_a_reference_of_other_tokens_is_refused(folder: Path, theirs: int, tokens: dict[str, int] | None) -> None:
+    reference = reference_of(folder, mine=5, theirs=theirs, tokens=tokens)
     assert findings(folder, ref_load=reference, use_kl_loss=True) == [
-        f"--ref-load {reference}: has a vocabulary of 6 tokens, and --hf-checkpoint {folder / 'model'} has 5; give a "
-        "model with the same tokenizer"
+        f"--ref-load {reference}: has a vocabulary of {theirs} tokens, and --hf-checkpoint {folder / 'model'} has 5; "
+        "give a model with the same tokenizer"
     ]
 
 
@@ -268,6 +320,39 @@ def test_a_token_outside_the_models_vocabulary_is_named(folder: Path) -> None:
         f"--hf-checkpoint {folder / 'model'}: the tokenizer makes token 7 of train.jsonl:1, and the model's vocabulary "
         "(vocab_size in config.json) ends at 6; give the model its own tokenizer"
     )
+
+
+SFT: Words = {"algorithm": "sft", "n_samples_per_prompt": None, "rollout_max_response_len": None}
+
+
+def test_answers_to_learn_are_held_against_the_vocabulary_and_the_positions(folder: Path) -> None:
+    write_json(folder / "model" / "config.json", {"model_type": "qwen3", "vocab_size": 7, "max_position_embeddings": 4})
+    config = config_of(folder, **SFT)
+    prompts = [Prompt(index=one, source=f"train.jsonl:{one}", prompt_ids=(0, 1), text="") for one in range(2)]
+    check_vocabulary(config, prompts, [(6,), (5, 6)])
+    check_lengths(config, prompts, answers=[(6,), (5, 6)], held_out=[])
+    with pytest.raises(ConfigError, match=r"makes token 7 of the label of train\.jsonl:1, and the model's vocabulary"):
+        check_vocabulary(config, prompts, [(6,), (7,)])
+    with pytest.raises(ConfigError, match=r"train\.jsonl:1: a prompt of 2 tokens and a label of 3 make 5, more"):
+        check_lengths(config, prompts, answers=[(6,), (1, 1, 1)], held_out=[])
+
+
+def test_held_out_prompts_have_a_length_of_their_own(folder: Path) -> None:
+    held_out = [Prompt(index=0, source="eval.jsonl:1", prompt_ids=(0,) * 40, text="")]
+    prompts = [Prompt(index=0, source="train.jsonl:1", prompt_ids=(0,) * 9, text="")]
+    evaluated = {"eval_prompt_data": folder / "train.jsonl", "eval_max_response_len": 24}
+    check_lengths(config_of(folder, **evaluated), prompts, answers=None, held_out=held_out)
+    check_lengths(
+        config_of(folder, **evaluated, use_dynamic_batch_size=True, max_tokens_per_gpu=41),
+        prompts,
+        answers=None,
+        held_out=held_out,
+    )
+    lengths = {25: "--eval-max-response-len of 25 make 65", None: "--rollout-max-response-len of 32 make 72"}
+    for length, words in lengths.items():
+        config = config_of(folder, **evaluated | {"eval_max_response_len": length})
+        with pytest.raises(ConfigError, match=f"^eval.jsonl:1: a prompt of 40 tokens and {words}, more than the 64 po"):
+            check_lengths(config, prompts, answers=None, held_out=held_out)
 
 
 def test_the_longest_response_that_fits_is_accepted(folder: Path) -> None:
@@ -394,7 +479,8 @@ def test_an_unwritable_folder_is_named(folder: Path) -> None:
         f"--save {folder / 'file' / 'run'}: {folder / 'file'} is a file, not a folder; choose another"
     ]
     assert findings(folder, save="/proc/drivetrain")[0].startswith("--save /proc/drivetrain: cannot write in /proc: ")
-    assert findings(folder, update_weight_disk_dir=folder / "file") == [
+    disk = {"update_weight_transport": "disk", "update_weight_disk_dir": folder / "file"}
+    assert findings(folder, **disk) == [
         f"--update-weight-disk-dir {folder / 'file'}: {folder / 'file'} is a file, not a folder; choose another"
     ]
 
@@ -412,29 +498,37 @@ def test_a_run_does_not_write_over_what_it_reads(folder: Path) -> None:
     assert findings(folder, save="/") == [
         "--save /: is the root of the file system; choose a folder of its own for the run"
     ]
-    for save in (model, model / "run", folder / "link" / "run"):
+    for save in (model, folder / "link"):
         assert findings(folder, save=save) == [
-            f"--save {save}: lies in the model folder of --hf-checkpoint {model}; choose a folder outside of it"
+            f"--save {save}: is the model folder of --hf-checkpoint {model}; choose a folder of its own"
         ]
-    assert findings(folder, save=folder) == [
-        f"--save {folder}: holds the model folder of --hf-checkpoint {model}; choose a folder of its own"
-    ]
-    disk = {"update_weight_transport": "disk", "update_weight_disk_dir": model / "weights"}
+    disk = {"update_weight_transport": "disk", "update_weight_disk_dir": model}
     assert findings(folder, **disk) == [
-        f"--update-weight-disk-dir {model / 'weights'}: lies in the model folder of --hf-checkpoint {model}; choose a "
-        "folder outside of it"
+        f"--update-weight-disk-dir {model}: is the model folder of --hf-checkpoint {model}; choose a folder of its own"
+    ]
+    disk["update_weight_disk_dir"] = inside = folder / "run" / "iter_0000002" / "weights"
+    assert findings(folder, **disk) == [
+        f"--update-weight-disk-dir {inside}: lies in the checkpoint {inside.parent}; choose a folder outside of it"
     ]
 
 
-def test_all_checkpoints_of_a_run_must_fit_together(folder: Path) -> None:
-    assert findings(folder, num_rollout=10**13) == []
-    (found,) = findings(folder, num_rollout=10**13, save_interval=2)
+def test_folders_may_lie_in_each_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder / "model")
+    assert findings(folder, hf_checkpoint=".", save="runs/a") == []
+    disk = {"update_weight_transport": "disk", "update_weight_disk_dir": folder / "model" / "weights"}
+    assert findings(folder, save=folder, **disk) == []
+    assert findings(folder, save=folder / "iter_0000001" / "run") == []
+
+
+def test_checkpoints_that_do_not_all_fit_are_worth_a_note(folder: Path) -> None:
+    assert notes(folder, num_rollout=10**13) == []
+    (found,) = notes(folder, num_rollout=10**13, save_interval=2)
     # 19 parameters of 12 bytes each
     assert found.startswith(
-        "--save-interval 2: the 5000000000000 checkpoints of this run take about 1036.8 TiB, and the file system of "
-        f"--save {folder / 'run'} has "
+        "--save-interval 2: the 5000000000000 checkpoints of this run take about 1036.8 TiB together, and the file "
+        f"system of --save {folder / 'run'} has "
     )
-    assert found.endswith("free; raise it, or make room")
+    assert found.endswith("free; raise it, or remove old ones in time")
 
 
 def test_a_model_too_large_for_this_machine_is_found_by_its_header_alone(folder: Path) -> None:
@@ -485,6 +579,11 @@ def test_a_damaged_checkpoint_is_refused_and_others_are_named(folder: Path) -> N
         "checkpoint of the run",
     ]
     assert findings(folder, load=run, num_rollout=9) == [f"--load {one} (beside it: iter_0000002)" for one in damage]
+    with pytest.raises(ConfigError, match=r"config\.json: is missing; give the folder of a whole run"):
+        export_run(run, folder / "out")
+    for nowhere in (folder / "nowhere", folder / "model"):
+        with pytest.raises(ConfigError, match=f"^(RUN )?{nowhere}"):
+            export_run(nowhere, folder / "out")
     write_json(run / "config.json", {"train-backend": "fsdp", "hf-checkpoint": str(folder / "model")})
     with pytest.raises(DataError) as caught:
         export_run(run, folder / "out")
@@ -511,9 +610,13 @@ def test_a_run_is_not_continued_in_its_own_folder(folder: Path) -> None:
     run = folder / "old"
     (run / "iter_0000004").mkdir(parents=True)
     (run / "latest").write_text("iter_0000004\n")
-    for save in (run, run / "iter_0000004", run / "iter_0000004" / "next"):
+    found = findings(folder, load=run, save=run, num_rollout=9)
+    assert found[-1] == f"--save {run}: is the run that --load {run} starts from; choose a new folder for this run"
+    for save in (run / "iter_0000004", run / "iter_0000004" / "next", run / "iter_0000002" / "next"):
         found = findings(folder, load=run, save=save, num_rollout=9)
-        assert found[-1] == f"--save {save}: is the run that --load {run} starts from; choose a new folder for this run"
+        checkpoint = save if save.name != "next" else save.parent
+        assert found[-1] == f"--save {save}: lies in the checkpoint {checkpoint}; choose a folder outside of it"
+    assert not any(one.startswith("--save") for one in findings(folder, load=run, save=run / "next", num_rollout=9))
 
 
 # -- the machine -------------------------------------------------------------------------------------------------------
@@ -538,7 +641,7 @@ def test_one_machine_is_one_node(folder: Path) -> None:
 def gpu_findings(folder: Path, gpus: int, **changes: object) -> list[str]:
     """What would be found on a machine with this many GPUs."""
     config = config_of(folder, **changes)
-    return machine_findings(config, replace(run_size(config, with_parameters=True), gpus=gpus))
+    return machine_findings(config, replace(run_size(config), gpus=gpus))
 
 
 def test_ranks_are_held_against_the_gpus_of_the_machine(folder: Path) -> None:
@@ -568,7 +671,7 @@ def test_a_backend_that_needs_a_gpu_is_refused_without_one(folder: Path) -> None
     config = config_of(folder)
     capabilities = replace(config.backend.capabilities, devices=("cuda",))
     config = replace(config, backend=replace(config.backend, capabilities=capabilities))
-    assert machine_findings(config, run_size(config, with_parameters=True)) == [
+    assert machine_findings(config, run_size(config)) == [
         "--train-backend fsdp: runs on cuda, and there is no GPU here; use a machine that has one, give --ray-address "
         "of a cluster, or choose another backend"
     ]

@@ -2,17 +2,19 @@
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import ray
 from rich.console import Console
 
-from drivetrain_backend_api import ConfigError
+from drivetrain_backend_api import ConfigError, DiscoveryError, DrivetrainError
 from drivetrain_infra.run_folder import RunFolder
 from drivetrain_launcher.cli import main
+from drivetrain_launcher.config import DrivetrainConfig, LoopConfig
 from drivetrain_launcher.recipes import arithmetic
-from drivetrain_launcher.run import prepare
+from drivetrain_launcher.run import prepare, prepare_stage, too_late_to_refuse
 from drivetrain_launcher.sources import Stage, build_config, read_request
 
 GENERATE = "async def alone(prompt, engine, tokenizer):\n    ...\n"
@@ -63,6 +65,76 @@ def test_a_dry_run_checks_everything_and_leaves_nothing(
     assert not ray.is_initialized()
     assert main(["train", *words, "--dry-run", "--rollout-max-response-len", "100000"]) == 2
     assert "--rollout-max-response-len" in capsys.readouterr().err
+
+
+def test_a_note_is_shown_and_refuses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--recipe", "quickstart", "--dry-run", "--num-rollout", "1000000000", "--save-interval", "1"]
+    assert main(["train", *words]) == 0, capsys.readouterr()
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert note.startswith("note: --save-interval 1: the 1000000000 checkpoints of this run take about ")
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_recipe_is_not_made_where_nothing_can_be_written(dry_run: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--recipe", "quickstart", "--save", "/proc/new", *["--dry-run"] * dry_run]
+    assert main(["train", *words]) == 2
+    assert capsys.readouterr().err.startswith("drivetrain: error: --save /proc/new: cannot write in /proc: ")
+
+
+@pytest.mark.parametrize("there", [".", "runs", "runs/one", "runs/one/made"])
+def test_a_refusal_leaves_a_recipes_folders_as_they_were(
+    there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(there).mkdir(parents=True, exist_ok=True)
+    words = ["--recipe", "quickstart", "--save", "runs/one", "--rollout-max-response-len", "100000"]
+    assert main(["train", *words]) == 2
+    assert "exceed the 64 positions" in capsys.readouterr().err
+    left = [path for path in tmp_path.rglob("*") if path.is_dir() and "made" not in path.parent.parts]
+    assert left == [
+        path for path in reversed([tmp_path / there, *(tmp_path / there).parents]) if tmp_path in path.parents
+    ]
+
+
+def arithmetic_config(folder: Path) -> DrivetrainConfig:
+    words = ["--recipe", "quickstart", "--save", str(folder / "run")]
+    return build_config(read_request(words, {}), made=arithmetic.options(folder))
+
+
+def test_parties_that_disagree_about_a_variable_are_found_before_anything_starts(tmp_path: Path) -> None:
+    arithmetic.make(tmp_path, seed=7)
+    config, folder = arithmetic_config(tmp_path), RunFolder(tmp_path / "run")
+    prepare_stage(config, folder, Console(quiet=True), title="agreed")
+    for name in ("backend", "engine"):
+        spec = replace(getattr(config, name), worker_env=lambda options: {"OMP_NUM_THREADS": "77"})
+        with pytest.raises(ConfigError, match="needs OMP_NUM_THREADS='77' and the launcher needs OMP_NUM_THREADS="):
+            prepare_stage(replace(config, **{name: spec}), folder, Console(quiet=True), title="conflict")
+    assert not ray.is_initialized()
+
+
+def test_what_is_found_after_the_start_is_a_failure_and_no_refusal() -> None:
+    for late in (ConfigError("give --lr"), DiscoveryError("no backend")):
+        with pytest.raises(DrivetrainError) as caught, too_late_to_refuse():
+            raise late
+        assert (type(caught.value), str(caught.value), caught.value.__cause__) == (DrivetrainError, str(late), late)
+
+
+def test_weights_that_have_had_all_epochs_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    arithmetic.make(tmp_path, seed=7)
+    checkpoint = tmp_path / "old" / "iter_0000900"
+    checkpoint.mkdir(parents=True)
+    config = arithmetic_config(tmp_path)
+    config = replace(
+        config,
+        backend=replace(config.backend, check_checkpoint=""),
+        train=replace(config.train, load=str(checkpoint)),
+        loop=LoopConfig(num_epoch=1),
+    )
+    with pytest.raises(ConfigError, match="was trained on 900 rollouts already, and --num-rollout"):
+        prepare_stage(config, RunFolder(tmp_path / "run"), Console(quiet=True), title="over")
 
 
 def test_an_interrupted_quickstart_is_refused_by_the_name_that_the_user_gave(tmp_path: Path) -> None:

@@ -1,23 +1,26 @@
 """The files of a checkpoint folder: what they are called, how they are read, and whether all of them are whole.
 
 A folder holds `dcp/` (weights and Adam's moments, sharded), `trainer_state.json` (the scalars) and one
-`rng_rank*.safetensors` a rank. Nothing in it is trusted: the metadata of `dcp/` passes through an unpickler that knows
-DCP's own classes only. Knows nothing of models, optimizers or process groups.
+`rng_rank*.safetensors` a rank. Nothing in it is trusted: the metadata of `dcp/` passes through an unpickler that builds
+nothing but DCP's own objects. Knows nothing of models, optimizers or process groups.
 """
 
 import json
 import math
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from pathlib import Path
+from functools import partial
+from pathlib import Path, PosixPath
 from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as metadata_module
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from drivetrain_backend_api.errors import DataError
@@ -37,26 +40,17 @@ _ARCHIVE_START = b"PK\x03\x04"
 """First bytes of everything that `torch.save` writes, and so of each tensor in a shard."""
 
 _METADATA_CLASSES = frozenset(
-    (
-        *(
-            ("torch.distributed.checkpoint.metadata", name)
-            for name in (
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "Metadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "TensorProperties",
-                "TensorStorageMetadata",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch.serialization", "_get_layout"),
-        ("torch", "Size"),
-        *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),
-    )
+    {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+    }
 )
+"""Of `torch.distributed.checkpoint.metadata`: what DCP's metadata is made of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,20 +148,23 @@ def read_random_state(path: Path) -> dict[str, Tensor]:
     return states
 
 
-def check_checkpoint(folder: Path) -> list[str]:
-    """Look for everything that would keep a checkpoint from being loaded: files missing, cut short or unreadable.
+def check_checkpoint(folder: Path, *, world_size: int | None = None) -> list[str]:
+    """Look for everything that would keep a checkpoint from being read: files missing, cut short or unreadable.
 
     Of the tensors only the sizes and the first bytes are looked at.
 
     Args:
         folder: should have been written by `save_checkpoint`.
+        world_size: of the run that will load it, None to export it. Random states are looked at only where as many
+            ranks wrote it, since no one else reads them.
 
     Returns: one sentence for each thing wrong, empty when the checkpoint is whole.
     """
     findings = []
     try:
         state = read_state(folder)
-        findings += _random_state_findings(folder, state.world_size)
+        if state.world_size == world_size:
+            findings += _random_state_findings(folder, world_size)
     except DataError as error:
         findings.append(str(error))
     try:
@@ -187,16 +184,70 @@ def _require_file(path: Path) -> None:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
+    """Builds plain data and the objects of DCP's metadata.
+
+    A pickle may set attributes on whatever it names. So it gets no class and no function to name, only stand-ins, made
+    anew each time, that build an object when they are called; and all that it can name beside them cannot be changed.
+    """
+
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _METADATA_CLASSES:
-            return super().find_class(module, name)
+        if build := _builder(module, name):
+            return _stand_in(build)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"{f'{module}.{name}'!r} has no place in a checkpoint's metadata")
 
 
+def _builder(module: str, name: str) -> Callable[..., object] | None:
+    """Return what builds the objects of a class that DCP's metadata may hold, None for any other."""
+    match module, name:
+        case "torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING":
+            return _MemoryFormat
+        case "torch.distributed.checkpoint.metadata", _ if name in _METADATA_CLASSES:
+            return partial(object.__new__, getattr(metadata_module, name))
+        case "torch.distributed.checkpoint.filesystem", "_StorageInfo":
+            return partial(object.__new__, _StorageInfo)
+        case "torch.serialization", "_get_layout":
+            return _layout
+        case "torch", "Size":
+            return torch.Size
+        case "pathlib" | "pathlib._local", "PosixPath":
+            return PosixPath
+    return None
+
+
+def _stand_in(build: Callable[..., object]) -> type:
+    class StandIn:
+        __slots__ = ()
+
+        def __new__(cls, *arguments: object) -> Any:
+            return build(*arguments)
+
+    return StandIn
+
+
+class _MemoryFormat:
+    """Equals the member of DCP's enumeration of this number; the members themselves are shared, and can be changed."""
+
+    __slots__ = ("number",)
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, number: object) -> None:
+        self.number = number
+
+    def __eq__(self, other: object) -> bool:
+        return self.number == getattr(other, "value", None)
+
+
+def _layout(name: str) -> torch.layout:
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.layout):
+        raise pickle.UnpicklingError(f"{name!r:.60} is no layout of tensors")
+    return found
+
+
 def _random_state_findings(folder: Path, world_size: int) -> list[str]:
-    """Stop at the first missing file: a damaged world size may promise any number of them."""
+    """Stop at the first missing file, after which most are missing."""
     findings = []
     for rank in range(world_size):
         path = rng_file(folder, rank)

@@ -21,15 +21,18 @@ def export_run(run: Path, out: Path, dtype: str | None = None) -> None:
         dtype: one of `DTYPES`; None takes that of the model the run started from.
 
     Raises:
-        DataError: the run or its checkpoint is not whole.
-        ConfigError: `out` is there already and not empty, or the backend cannot export.
+        ConfigError: there is no such run, `out` is there already and not empty, or the backend cannot export.
+        DataError: the run or its checkpoint is damaged.
     """
     if _in_use(out):
         raise ConfigError(f"--out {out}: is there already and not empty; choose a new folder")
-    checkpoint = resolve_checkpoint(run, what="RUN")
+    try:
+        checkpoint = resolve_checkpoint(run, what="RUN")
+    except DataError as error:
+        raise ConfigError(str(error)) from error
     config = _saved_config(RunFolder(checkpoint.parent).config)
     spec = load_spec(TRAIN_BACKENDS, config["train-backend"])
-    if findings := checkpoint_findings(spec, checkpoint, what="RUN"):
+    if findings := checkpoint_findings(spec, checkpoint, what="RUN", world_size=None):
         raise DataError("\n".join(findings))
     import torch
 
@@ -50,7 +53,7 @@ def _in_use(out: Path) -> bool:
 
 def _saved_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise DataError(f"{path}: {'is no file' if path.exists() else 'is missing'}; give the folder of a whole run")
+        raise ConfigError(f"{path}: {'is no file' if path.exists() else 'is missing'}; give the folder of a whole run")
     try:
         config: Any = json.loads(path.read_text("utf-8"))
     except OSError as error:

@@ -18,6 +18,7 @@ from drivetrain_backend_api.parallel import Role
 from drivetrain_infra.config import PlacementConfig
 from drivetrain_infra.engines.actor import EngineHandle, launch_engines
 from drivetrain_infra.engines.base import EngineSettings
+from drivetrain_infra.engines.positions import usable_positions
 from drivetrain_infra.placement import Placement, Slot, create_placement_groups, logical_cpus
 from drivetrain_infra.ray_runtime import ray_session
 from drivetrain_infra.weight_sync.session import WeightSession
@@ -186,6 +187,6 @@ def response_limits(config: DrivetrainConfig) -> ResponseLimits:
     text = model.get_text_config()
     return ResponseLimits(
         vocab_size=getattr(text, "vocab_size", None),
-        max_positions=getattr(text, "max_position_embeddings", None),
+        max_positions=usable_positions(model),
         max_tokens=train.max_tokens_per_gpu if train.use_dynamic_batch_size else None,
     )

@@ -2,21 +2,23 @@
 
 import dataclasses
 import math
+import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from drivetrain_backend_api import ConfigError, DataError, OptionGroup, options
+from drivetrain_backend_api import ConfigError, DataError, DiscoveryError, DrivetrainError, OptionGroup, options
 from drivetrain_infra.run_folder import RunFolder, resolve_checkpoint
 from drivetrain_infra.tracking.base import Tracker, Trackers
 from drivetrain_infra.tracking.jsonl import JsonlTracker
 from drivetrain_launcher.config import DrivetrainConfig
-from drivetrain_launcher.preflight import check_lengths, check_vocabulary, preflight
+from drivetrain_launcher.preflight import check_lengths, check_vocabulary, preflight, trained_rollouts, unwritable
 from drivetrain_launcher.recipes import arithmetic
 from drivetrain_launcher.rewards import Reward, load_reward
 from drivetrain_launcher.sources import Request, Stage, build_config, config_values
@@ -75,6 +77,8 @@ def run_train(request: Request) -> int:
         made = folder.root / "made"
         if request.dry_run:
             made = Path(stack.enter_context(TemporaryDirectory(prefix="drivetrain-")))
+        else:
+            stack.enter_context(_removed_if_refused(made))
         try:
             stages = prepare(request, folder, console, made=made)
         except DataError as error:  # nothing is started yet, which is what the exit code of a ConfigError says
@@ -88,7 +92,7 @@ def run_train(request: Request) -> int:
     from drivetrain_launcher.factory import start_cluster
 
     console.print("starting Ray ...")
-    with start_cluster([stage.config.placement for stage in stages], folder=folder.root):
+    with start_cluster([stage.config.placement for stage in stages], folder=folder.root), too_late_to_refuse():
         for stage, following in zip(stages, [*stages[1:], None]):
             checkpoint = run_stage(stage, console)
             if following is not None:
@@ -100,13 +104,48 @@ def run_train(request: Request) -> int:
     return 0
 
 
+@contextmanager
+def too_late_to_refuse() -> Iterator[None]:
+    """Turn a refusal, which says that nothing was started, into a failure.
+
+    Raises:
+        DrivetrainError: the same sentence.
+    """
+    try:
+        yield
+    except (ConfigError, DiscoveryError) as error:
+        raise DrivetrainError(str(error)) from error
+
+
+@contextmanager
+def _removed_if_refused(made: Path) -> Iterator[None]:
+    """Remove what a recipe made, and the folders around it that were not there before, where the block fails."""
+    missing = list(takewhile(lambda one: not one.exists(), (made, *made.parents)))
+    try:
+        yield
+    except BaseException:
+        if missing:
+            shutil.rmtree(made, ignore_errors=True)
+        with suppress(OSError):  # one that somebody else uses by now stays, and so do those around it
+            for one in missing[1:]:
+                one.rmdir()
+        raise
+
+
 def prepare(request: Request, folder: RunFolder, console: Console, *, made: Path) -> list[PreparedStage]:
     """Make what a recipe needs in the folder `made`, check and read everything; returns the stages in order."""
     maker = _MAKERS[request.recipe.make] if request.recipe and request.recipe.make else None
     values = maker.options(made) if maker else {}
     config = build_config(request, made=values)
     if maker:
-        maker.make(made, config.train.seed)
+        if problem := unwritable("--save", request.save):
+            raise ConfigError(problem)
+        try:
+            maker.make(made, config.train.seed)
+        except OSError as error:
+            raise ConfigError(
+                f"the recipe's files cannot be written ({error}); make room, or choose another --save"
+            ) from error
     if request.warmup is None:
         return [prepare_stage(config, folder, console, title=config.algorithm.name)]
     first = RunFolder(folder.root / _WARMUP)
@@ -139,8 +178,10 @@ def prepare_stage(
         config: what is checked now.
         start_from: what is run, where the model it starts from is only made by the stage before.
     """
-    preflight(config)
-    from drivetrain_launcher.data import PromptDataset
+    for note in preflight(config):
+        console.print(f"note: {note}", markup=False)
+    from drivetrain_launcher.data import PromptDataset, sft_samples
+    from drivetrain_launcher.factory import engine_environment, worker_environment
 
     tokenizer = _tokenizer(config)
     dataset = PromptDataset.load(config.data.prompt_data, config.data, tokenizer)
@@ -153,8 +194,14 @@ def prepare_stage(
     if config.algorithm.generates or held_out:
         reward = load_reward(config.rollout.reward, key=config.rollout.reward_key)
         reward.check_labels([*(dataset.prompts if config.algorithm.generates else ()), *held_out])
-    check_lengths(config, dataset.prompts, tokenizer)
-    check_vocabulary(config, [*dataset.prompts, *held_out])
+    answers = None
+    if not config.algorithm.generates:
+        answers = [response for _, response in sft_samples(dataset.prompts, tokenizer)]
+    check_lengths(config, dataset.prompts, answers=answers, held_out=held_out)
+    check_vocabulary(config, [*dataset.prompts, *held_out], answers)
+    worker_environment(config)
+    if reward is not None:
+        engine_environment(config)
     stop = _num_rollouts(config, len(dataset))
     config = _resolved(_absolute(start_from or config), stop)
     if _computes_in_fp32_by_default(config):
@@ -237,11 +284,7 @@ def plan_rollouts(config: DrivetrainConfig, *, start: int, stop: int) -> "Plan":
     """
     from drivetrain_launcher.loop import Plan
 
-    if start >= stop:
-        raise ConfigError(
-            f"--load {config.train.load} was trained on {start} rollouts already, and --num-rollout (or --num-epoch) "
-            f"ends the run at {stop}; raise it above {start}"
-        )
+    _require_rollouts(config, start, stop)
     evaluates = config.evaluation.eval_prompt_data is not None
     return Plan(
         start=start,
@@ -250,6 +293,14 @@ def plan_rollouts(config: DrivetrainConfig, *, start: int, stop: int) -> "Plan":
         evaluate_first=evaluates and not config.evaluation.skip_eval_before_train,
         save_every=config.run_folder.save_interval,
     )
+
+
+def _require_rollouts(config: DrivetrainConfig, start: int, stop: int) -> None:
+    if start >= stop:
+        raise ConfigError(
+            f"--load {config.train.load} was trained on {start} rollouts already, and --num-rollout (or --num-epoch) "
+            f"ends the run at {stop}; raise it above {start}"
+        )
 
 
 @contextmanager
@@ -302,7 +353,9 @@ def _resolved(config: DrivetrainConfig, num_rollouts: int) -> DrivetrainConfig:
     """Resolve `--load` to a checkpoint, and let the learning rate decay over the whole run unless told otherwise."""
     train = config.train
     if train.load is not None:
-        train = dataclasses.replace(train, load=str(resolve_checkpoint(Path(train.load))))
+        checkpoint = resolve_checkpoint(Path(train.load))
+        _require_rollouts(config, trained_rollouts(checkpoint), num_rollouts)
+        train = dataclasses.replace(train, load=str(checkpoint))
     if train.lr_decay_style != "constant" and train.lr_decay_iters is None:
         samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
         steps = num_rollouts * samples // (train.global_batch_size or samples)

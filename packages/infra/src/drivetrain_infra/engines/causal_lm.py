@@ -17,6 +17,7 @@ import transformers
 from torch import Tensor
 
 from drivetrain_backend_api import DataError
+from drivetrain_infra.engines.positions import usable_positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +48,7 @@ class CausalLM:
     @property
     def max_length(self) -> int | None:
         """Most tokens of a sequence, prompt and response together; None when the model sets no limit."""
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        return None if limit is None else int(limit)
+        return usable_positions(self.model.config)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -1,13 +1,23 @@
 """Metrics to Weights & Biases; the only module that imports wandb."""
 
+import configparser
 import netrc
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from drivetrain_backend_api import DrivetrainError
 from drivetrain_infra.config import TrackingConfig
+
+_PUBLIC = ("api.wandb.ai", "api.forge.coreweave.com", "forge.coreweave.com")
+"""Names of the public server: a login under one of them is one under all."""
+
+_LOGIN_VARIABLES = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "SM_TRAINING_ENV")
+"""Environment variables of which each may be a login by itself; the last is there where SageMaker may bring one."""
+
+_SAGEMAKER = "/opt/ml/input/config/hyperparameters.json"
+"""A file that is there where SageMaker may bring a login."""
 
 
 class WandbTracker:
@@ -55,26 +65,58 @@ class WandbTracker:
 def login_finding(config: TrackingConfig, environ: Mapping[str, str]) -> str | None:
     """Say that W&B would start online with nobody logged in; asks no server, so that a wrong key is found later.
 
+    Whoever may be logged in counts as such: W&B has kept its logins in several ways.
+
     Args:
-        environ: the environment variables, of which W&B reads its key and its server's address.
+        environ: the environment variables, of which W&B reads its key and where its files are.
     """
     if not config.use_wandb or config.wandb_mode == "offline":
         return None
-    if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+    if any(map(environ.get, _LOGIN_VARIABLES)) or Path(_SAGEMAKER).exists():
         return None
-    host = urlsplit(environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
     home = Path(environ.get("HOME", "~")).expanduser()
-    files = [Path(environ["NETRC"])] if environ.get("NETRC") else [home / ".netrc", home / "_netrc"]
-    if any(_knows(file, host) for file in files):
+    settings = _settings(environ, home)
+    if settings is None or "api_key" in settings:
         return None
+    server = environ.get("WANDB_BASE_URL") or settings.get("base_url") or f"https://{_PUBLIC[0]}"
+    try:
+        address = urlsplit(server)
+    except ValueError:  # W&B says better what is wrong with it
+        return None
+    machines = {address.netloc, address.hostname or ""}
+    if machines & set(_PUBLIC):
+        machines.update(_PUBLIC)
+    files = [Path(environ["NETRC"]).expanduser()] if environ.get("NETRC") else [home / ".netrc", home / "_netrc"]
+    if any(_knows(file, machines) for file in files):
+        return None
+    login = "wandb login" if machines & set(_PUBLIC) else f"wandb login --host {server}"
     return (
-        f"--use-wandb: nobody is logged in to {host}; run `wandb login`, set WANDB_API_KEY, or give "
+        f"--use-wandb: nobody is logged in to {address.netloc}; run `{login}`, set WANDB_API_KEY, or give "
         "--wandb-mode offline"
     )
 
 
-def _knows(file: Path, host: str) -> bool:
+def _settings(environ: Mapping[str, str], home: Path) -> dict[str, str] | None:
+    """Read W&B's settings, the working folder's over the user's; None where a file is there and cannot be read."""
+    folder = Path(environ.get("WANDB_CONFIG_DIR") or home / ".config" / "wandb").expanduser()
+    here = Path(environ.get("WANDB_DIR") or ".").expanduser()
+    found: dict[str, str] = {}
+    for file in (folder / "settings", here / "wandb" / "settings", here / ".wandb" / "settings"):
+        parser = configparser.ConfigParser(interpolation=None)
+        try:
+            parser.read_string(file.read_text("utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (OSError, configparser.Error, ValueError):
+            return None
+        if parser.has_section("default"):
+            found.update(parser["default"])
+    return found
+
+
+def _knows(file: Path, machines: Iterable[str]) -> bool:
     try:
-        return host in netrc.netrc(file).hosts
+        logins = netrc.netrc(file)
     except (OSError, netrc.NetrcParseError, UnicodeDecodeError):
-        return False
+        return False  # as W&B takes it
+    return any(logins.authenticators(one) for one in machines)

@@ -11,19 +11,29 @@ from drivetrain_backend_api import ConfigError, OptionGroup, options
 from drivetrain_infra.tracking.wandb import login_finding
 from drivetrain_launcher.arguments import unavailable
 from drivetrain_launcher.config import DrivetrainConfig
-from drivetrain_launcher.preflight.checkpoint import checkpoint_findings, find_load
-from drivetrain_launcher.preflight.folders import folder_findings
+from drivetrain_launcher.preflight.checkpoint import checkpoint_findings, find_load, trained_rollouts
+from drivetrain_launcher.preflight.folders import folder_findings, folder_notes, unwritable
 from drivetrain_launcher.preflight.machine import machine_findings
 from drivetrain_launcher.preflight.model_folder import check_model_folder, model_findings
 from drivetrain_launcher.preflight.prompts import check_lengths, check_vocabulary, prompt_file_findings
 from drivetrain_launcher.preflight.size import run_size
 from drivetrain_launcher.rewards import load_reward
 
-__all__ = ["check_lengths", "check_model_folder", "check_vocabulary", "checkpoint_findings", "preflight"]
+__all__ = [
+    "check_lengths",
+    "check_model_folder",
+    "check_vocabulary",
+    "checkpoint_findings",
+    "preflight",
+    "trained_rollouts",
+    "unwritable",
+]
 
 
-def preflight(config: DrivetrainConfig) -> None:
+def preflight(config: DrivetrainConfig) -> list[str]:
     """Check everything that can be checked without starting anything.
+
+    Returns: what the user should know before it starts, though nothing of it is wrong yet.
 
     Raises:
         ConfigError: one finding a line, all of them.
@@ -34,17 +44,17 @@ def preflight(config: DrivetrainConfig) -> None:
     unusable = _path_findings(config)
     findings += unusable
     if not unusable:
-        in_models = model_findings(config)
-        size = run_size(config, with_parameters=not in_models)
         loaded, in_checkpoint = find_load(config)
-        findings += in_models + in_checkpoint + prompt_file_findings(config)
+        findings += model_findings(config) + in_checkpoint + prompt_file_findings(config)
     findings += _batch_findings(config)
     findings += _function_findings(config)
     findings += _tracking_findings(config)
     if not unusable:
+        size = run_size(config)
         findings += folder_findings(config, size, loaded) + machine_findings(config, size)
     if findings:
         raise ConfigError("\n".join(dict.fromkeys(findings)))
+    return folder_notes(config, size, loaded)
 
 
 def _plugin_findings(config: DrivetrainConfig) -> list[str]:

@@ -26,7 +26,8 @@ def find_load(config: DrivetrainConfig) -> tuple[Path | None, list[str]]:
         return None, [f"--load {error}"]
     except OSError as error:  # `latest` names what the system cannot look up
         return None, [f"--load {load}: {error.strerror or error}; give the folder of a run that saved a checkpoint"]
-    findings = checkpoint_findings(config.backend, checkpoint, what="--load")
+    world_size = config.placement.train_world_size
+    findings = checkpoint_findings(config.backend, checkpoint, what="--load", world_size=world_size)
     start = trained_rollouts(checkpoint)
     if stop is not None and start >= stop:
         findings.append(
@@ -36,14 +37,15 @@ def find_load(config: DrivetrainConfig) -> tuple[Path | None, list[str]]:
     return checkpoint, findings
 
 
-def checkpoint_findings(backend: BackendSpec, checkpoint: Path, *, what: str) -> list[str]:
+def checkpoint_findings(backend: BackendSpec, checkpoint: Path, *, what: str, world_size: int | None) -> list[str]:
     """Return what the train backend finds wrong with a checkpoint, and which others lie beside it.
 
     Args:
         checkpoint: as `resolve_checkpoint` returned it.
         what: how the user gave it, for messages.
+        world_size: ranks that will load it, None to export it.
     """
-    findings = backend.load_check_checkpoint()(checkpoint)
+    findings = backend.load_check_checkpoint()(checkpoint, world_size=world_size)
     if not findings:
         return []
     folders = [one.name for one in sorted(checkpoint.parent.glob("iter_*")) if one.is_dir() and not one.suffix]

@@ -7,6 +7,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from drivetrain_infra.run_folder import RunFolder
 from drivetrain_launcher.config import DrivetrainConfig
 from drivetrain_launcher.preflight.checkpoint import trained_rollouts
 from drivetrain_launcher.preflight.size import RunSize, gib
@@ -25,13 +26,27 @@ def folder_findings(config: DrivetrainConfig, size: RunSize, loaded: Path | None
     findings = [
         finding
         for flag, folder in folders.items()
-        if folder is not None and (finding := _unwritable(flag, Path(folder)))
+        if folder is not None and (finding := unwritable(flag, Path(folder)))
     ]
     findings += _overlap_findings(config, loaded)
-    return findings or _room_findings(config, size, loaded)
+    return findings or _room_findings(config, size)
 
 
-def _unwritable(flag: str, folder: Path) -> str | None:
+def folder_notes(config: DrivetrainConfig, size: RunSize, loaded: Path | None) -> list[str]:
+    """Return what is no error, since a user may remove old checkpoints or make room while the run goes on."""
+    save, interval = config.run_folder.save, config.run_folder.save_interval
+    free, count = _free_bytes(Path(save)), _checkpoints(config, loaded)
+    together = count * CHECKPOINT_BYTES * size.parameters
+    if free is None or count < 2 or together <= free:
+        return []
+    return [
+        f"--save-interval {interval}: the {count} checkpoints of this run take about {gib(together)} together, and the "
+        f"file system of --save {save} has {gib(free)} free; raise it, or remove old ones in time"
+    ]
+
+
+def unwritable(flag: str, folder: Path) -> str | None:
+    """Say why nothing can be written to a folder that may not be there yet, or None."""
     nearest = _nearest(folder)
     if not nearest.is_dir():
         return f"{flag} {folder}: {nearest} is a file, not a folder; choose another"
@@ -61,31 +76,32 @@ def _overlap_findings(config: DrivetrainConfig, loaded: Path | None) -> list[str
         "--ref-load": train.ref_load,
         "--opd-teacher-load": train.opd_teacher_load,
     }
-    for flag, model in models.items():
-        if model is None:
+    run = None if loaded is None else _real(str(loaded)).parent
+    for flag, folder in {"--save": save, "--update-weight-disk-dir": disk_dir}.items():
+        if folder is None:
             continue
-        real_model = _real(model)
-        if real_save == real_model or real_model in real_save.parents:
-            findings.append(f"--save {save}: lies in the model folder of {flag} {model}; choose a folder outside of it")
-        elif real_save in real_model.parents and not _made_by_recipe(config, flag):
-            findings.append(f"--save {save}: holds the model folder of {flag} {model}; choose a folder of its own")
-        if disk_dir is not None and real_model in (_real(disk_dir), *_real(disk_dir).parents):
+        real = _real(folder)
+        findings += [
+            f"{flag} {folder}: is the model folder of {other} {model}; choose a folder of its own"
+            for other, model in models.items()
+            if model is not None and real == _real(model)
+        ]
+        if real == run:
             findings.append(
-                f"--update-weight-disk-dir {disk_dir}: lies in the model folder of {flag} {model}; choose a folder "
-                "outside of it"
+                f"{flag} {folder}: is the run that --load {train.load} starts from; choose a new folder for this run"
             )
-    if loaded is not None:
-        checkpoint = _real(str(loaded))
-        if real_save == checkpoint.parent or checkpoint in (real_save, *real_save.parents):
-            findings.append(
-                f"--save {save}: is the run that --load {train.load} starts from; choose a new folder for this run"
-            )
+        findings += [
+            f"{flag} {folder}: lies in the checkpoint {one}; choose a folder outside of it"
+            for one in (real, *real.parents)
+            if one.parent in (run, real_save) and _is_checkpoint(one)
+        ]
     return findings
 
 
-def _made_by_recipe(config: DrivetrainConfig, flag: str) -> bool:
-    """Say whether a recipe makes this model, which it does inside the run's folder."""
-    return config.sources[flag.removeprefix("--").replace("-", "_")].startswith("recipe ")
+def _is_checkpoint(folder: Path) -> bool:
+    """Say whether a folder of a run has the name of a checkpoint; it need not be there yet."""
+    number = folder.name.removeprefix("iter_")
+    return number.isdecimal() and RunFolder(folder.parent).checkpoint(int(number)) == folder
 
 
 def _real(path: str) -> Path:
@@ -95,7 +111,7 @@ def _real(path: str) -> Path:
 # -- room --------------------------------------------------------------------------------------------------------------
 
 
-def _room_findings(config: DrivetrainConfig, size: RunSize, loaded: Path | None) -> list[str]:
+def _room_findings(config: DrivetrainConfig, size: RunSize) -> list[str]:
     save, sync = Path(config.run_folder.save), config.weight_sync
     checkpoint, weights = CHECKPOINT_BYTES * size.parameters, size.compute_bytes * size.parameters
     synced_by_disk = sync.update_weight_transport == "disk" and size.engines > 0
@@ -105,12 +121,6 @@ def _room_findings(config: DrivetrainConfig, size: RunSize, loaded: Path | None)
         findings.append(
             f"--save {save}: a checkpoint of {size.parameters} parameters takes about {gib(checkpoint)}, and its file "
             f"system has {gib(free)} free; make room, or choose a folder on another file system"
-        )
-    elif free is not None and (count := _checkpoints(config, loaded)) * checkpoint > free:
-        interval = config.run_folder.save_interval
-        findings.append(
-            f"--save-interval {interval}: the {count} checkpoints of this run take about {gib(count * checkpoint)}, "
-            f"and the file system of --save {save} has {gib(free)} free; raise it, or make room"
         )
     folder = Path(sync.update_weight_disk_dir or save)
     free = _free_bytes(folder)

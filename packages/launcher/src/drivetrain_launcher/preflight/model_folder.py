@@ -10,12 +10,25 @@ import math
 import os
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from drivetrain_infra.engines.positions import usable_positions
 from drivetrain_launcher.config import DrivetrainConfig
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tiktoken.model",
+    "tekken.json",
+)
+"""One of them is in every folder with a tokenizer. Whether it can be loaded, its loader says."""
 
 _LONGEST_HEADER = 100_000_000
 """Bytes of a safetensors header, by the format's own rule."""
@@ -32,12 +45,12 @@ def model_findings(config: DrivetrainConfig) -> list[str]:
     for flag, folder in frozen.items():
         if folder is not None:
             findings += check_model_folder(flag, Path(folder), with_tokenizer=False, trust_remote_code=trust)
-    if findings:
-        return findings
-    for flag, folder in frozen.items():
-        if folder is not None:
-            findings += _other_vocabulary(flag, Path(folder), Path(train.hf_checkpoint))
-    return findings + _length_findings(config)
+    with suppress(ValueError):  # a configuration that cannot be read, which is found already
+        findings += _length_findings(config)
+        for flag, folder in frozen.items():
+            if folder is not None:
+                findings += _other_vocabulary(flag, Path(folder), Path(train.hf_checkpoint))
+    return findings
 
 
 def check_model_folder(
@@ -93,6 +106,15 @@ def config_number(folder: Path, key: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
+def positions(folder: Path) -> int | None:
+    """Return the most tokens of a sample that a model has positions for, None where it sets no limit.
+
+    Raises:
+        ValueError: its configuration cannot be read.
+    """
+    return usable_positions(_read_table(folder / "config.json"))
+
+
 def _architecture_findings(flag: str, folder: Path, trust_remote_code: bool) -> Iterator[str]:
     """Yield why transformers would not build the model. Raises ValueError where its configuration cannot be read."""
     path = folder / "config.json"
@@ -123,16 +145,42 @@ def _is_known(model_type: str) -> bool:
 
 
 def _other_vocabulary(flag: str, folder: Path, policy: Path) -> Iterator[str]:
+    """Yield why a frozen model cannot say how likely the policy's tokens are.
+
+    Models of one tokenizer may differ in size, since vocabularies are padded to what hardware likes.
+    """
     mine, theirs = config_number(policy, "vocab_size"), config_number(folder, "vocab_size")
-    if mine is not None and theirs is not None and mine != theirs:
+    if mine is None or theirs is None or mine == theirs:
+        return
+    if theirs < mine or _tokens_differ(policy, folder):
         yield (
             f"{flag} {folder}: has a vocabulary of {theirs} tokens, and --hf-checkpoint {policy} has {mine}; give a "
             "model with the same tokenizer"
         )
 
 
+def _tokens_differ(one: Path, other: Path) -> bool:
+    """Say whether an id stands for different tokens in two folders; not where that cannot be told.
+
+    Special tokens are left out: they lie beside the vocabulary, where a fine-tuned model may rename them.
+    """
+    mine, theirs = _tokens(one), _tokens(other)
+    return any(theirs.get(number, token) != token for number, token in mine.items())
+
+
+def _tokens(folder: Path) -> dict[int, str]:
+    """Return the vocabulary of a `tokenizer.json` by id; empty where there is none, or of another form."""
+    try:
+        vocabulary = _read_table(folder / "tokenizer.json")["model"]["vocab"]
+        if isinstance(vocabulary, list):  # of Unigram: [token, score] in the order of ids
+            return {number: token for number, (token, _) in enumerate(vocabulary)}
+        return {number: token for token, number in vocabulary.items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
 def _length_findings(config: DrivetrainConfig) -> list[str]:
-    limit = config_number(Path(config.train.hf_checkpoint), "max_position_embeddings")
+    limit = positions(Path(config.train.hf_checkpoint))
     if limit is None:
         return []
     lengths = {}

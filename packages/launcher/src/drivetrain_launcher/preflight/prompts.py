@@ -1,20 +1,18 @@
 """Prompts against what is asked of them: the files by their first and last rows, and, once read, against the model.
 
-A file is never read whole here. The tokenizer is given; transformers is never imported.
+A file is never read whole here; transformers is never imported.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 from drivetrain_backend_api import ConfigError, DataError
 from drivetrain_launcher.config import DataConfig, DrivetrainConfig
-from drivetrain_launcher.data import Prompt, in_one_line, parse_row, sft_samples, value_at
-from drivetrain_launcher.preflight.model_folder import config_number
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from drivetrain_launcher.data import Prompt, in_one_line, parse_row, value_at
+from drivetrain_launcher.preflight.model_folder import config_number, positions
 
 _LONGEST_ROW = 64 * 1024**2
 """Bytes of a row. What is longer is no prompt, but a file without line ends."""
@@ -36,51 +34,79 @@ def prompt_file_findings(config: DrivetrainConfig) -> list[str]:
     return findings
 
 
-def check_lengths(config: DrivetrainConfig, prompts: Sequence[Prompt], tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Compare the longest sample that can come of each prompt with the model's positions and the micro-batch's room.
+def check_lengths(
+    config: DrivetrainConfig,
+    prompts: Sequence[Prompt],
+    *,
+    answers: Sequence[Sequence[int]] | None,
+    held_out: Sequence[Prompt],
+) -> None:
+    """Compare the longest samples that can come of the prompts with the model's positions and the micro-batch's room.
+
+    Args:
+        config: of the stage.
+        prompts: that are trained on.
+        answers: token ids to learn after each prompt; None where responses are generated.
+        held_out: prompts of evaluations, whose samples go into no micro-batch.
 
     Raises:
-        ConfigError: names the longest prompt.
+        ConfigError: names the longest prompts.
     """
-    if config.rollout.custom_generate is not None:
-        return  # nobody knows how long its samples become
-    if config.algorithm.generates:
-        longest = max(prompts, key=lambda one: len(one.prompt_ids))
-        response, what = config.rollout.rollout_max_response_len, "--rollout-max-response-len"
-    else:
-        samples = [(len(response), one) for one, (_, response) in zip(prompts, sft_samples(prompts, tokenizer))]
-        response, longest = max(samples, key=lambda pair: pair[0] + len(pair[1].prompt_ids))
-        what = "a label"
-    length = len(longest.prompt_ids) + response
-    beginning = f"{longest.source}: a prompt of {len(longest.prompt_ids)} tokens and {what} of {response} make {length}"
-    findings = []
+    most, flag = config.rollout.rollout_max_response_len, "--rollout-max-response-len"
     room = config.train.max_tokens_per_gpu
-    if room is not None and length > room:
-        findings.append(f"{beginning}, more than --max-tokens-per-gpu {room}; raise it, or shorten them")
-    positions = config_number(Path(config.train.hf_checkpoint), "max_position_embeddings")
-    if positions is not None and length > positions:
-        findings.append(
-            f"{beginning}, more than the {positions} positions of {config.train.hf_checkpoint}; "
-            "lower --rollout-max-prompt-len or the response"
-        )
+    custom = config.rollout.custom_generate is not None  # nobody knows how long its samples become
+    findings: list[str] = []
+    if answers is not None:
+        findings += _too_long(config, list(zip(prompts, map(len, answers), strict=True)), "a label", room)
+    elif not custom:
+        findings += _too_long(config, [(one, most) for one in prompts], flag, room)
+    if config.evaluation.eval_max_response_len is not None:
+        most, flag = config.evaluation.eval_max_response_len, "--eval-max-response-len"
+    if held_out and not custom:
+        findings += _too_long(config, [(one, most) for one in held_out], flag, None)
     if findings:
         raise ConfigError("\n".join(findings))
 
 
-def check_vocabulary(config: DrivetrainConfig, prompts: Sequence[Prompt]) -> None:
+def _too_long(
+    config: DrivetrainConfig, samples: Sequence[tuple[Prompt, int]], what: str, room: int | None
+) -> Iterator[str]:
+    """Yield what the longest of some samples, (prompt, tokens of its response), exceeds."""
+    prompt, response = max(samples, key=lambda sample: len(sample[0].prompt_ids) + sample[1])
+    length = len(prompt.prompt_ids) + response
+    beginning = f"{prompt.source}: a prompt of {len(prompt.prompt_ids)} tokens and {what} of {response} make {length}"
+    if room is not None and length > room:
+        yield f"{beginning}, more than --max-tokens-per-gpu {room}; raise it, or shorten them"
+    limit = positions(Path(config.train.hf_checkpoint))
+    if limit is not None and length > limit:
+        yield (
+            f"{beginning}, more than the {limit} positions of {config.train.hf_checkpoint}; lower "
+            "--rollout-max-prompt-len or the response"
+        )
+
+
+def check_vocabulary(
+    config: DrivetrainConfig, prompts: Sequence[Prompt], answers: Sequence[Sequence[int]] | None = None
+) -> None:
     """Compare the token ids of the prompts with the model's vocabulary; a tokenizer may know more than it uses.
+
+    Args:
+        config: of the stage.
+        prompts: trained on or held out.
+        answers: token ids to learn after each of the first prompts.
 
     Raises:
         ConfigError: names the prompt with the largest id.
     """
     folder = config.train.hf_checkpoint
     vocabulary = config_number(Path(folder), "vocab_size")
-    largest = max(prompts, key=lambda one: max(one.prompt_ids))
-    found = max(largest.prompt_ids)
+    largest = [(max(one.prompt_ids), one.source) for one in prompts]
+    largest += [(max(ids), f"the label of {one.source}") for one, ids in zip(prompts, answers or ())]
+    found, source = max(largest, key=itemgetter(0))
     if vocabulary is not None and found >= vocabulary:
         raise ConfigError(
-            f"--hf-checkpoint {folder}: the tokenizer makes token {found} of {largest.source}, and the model's "
-            f"vocabulary (vocab_size in config.json) ends at {vocabulary - 1}; give the model its own tokenizer"
+            f"--hf-checkpoint {folder}: the tokenizer makes token {found} of {source}, and the model's vocabulary "
+            f"(vocab_size in config.json) ends at {vocabulary - 1}; give the model its own tokenizer"
         )
 
 

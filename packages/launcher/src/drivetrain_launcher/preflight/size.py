@@ -15,8 +15,8 @@ class RunSize:
         ranks: train workers.
         engines: rollout engines; 0 where nothing is generated.
         gpus: of this machine, None where the run goes to a cluster.
-        parameters: of the trained model; 0 where its folder cannot be read.
-        frozen_parameters: of reference and teacher together.
+        parameters: of the trained model; 0 where its weights cannot be read.
+        frozen_parameters: of reference and teacher together, as far as theirs can.
         compute_bytes: of one parameter in the precision computed in, which is that of the engines too.
     """
 
@@ -28,12 +28,8 @@ class RunSize:
     compute_bytes: int
 
 
-def run_size(config: DrivetrainConfig, *, with_parameters: bool) -> RunSize:
-    """Reckon the size of a run.
-
-    Args:
-        with_parameters: the model folders are whole, so that parameters can be counted.
-    """
+def run_size(config: DrivetrainConfig) -> RunSize:
+    """Reckon the size of a run."""
     train, placement = config.train, config.placement
     generates = config.algorithm.generates or config.evaluation.eval_prompt_data is not None
     gpus = _gpus() if placement.ray_address is None else None
@@ -43,8 +39,8 @@ def run_size(config: DrivetrainConfig, *, with_parameters: bool) -> RunSize:
         ranks=placement.train_world_size,
         engines=placement.num_engines if generates else 0,
         gpus=gpus,
-        parameters=count_parameters(Path(train.hf_checkpoint)) if with_parameters else 0,
-        frozen_parameters=sum(map(count_parameters, frozen)) if with_parameters else 0,
+        parameters=_parameters(Path(train.hf_checkpoint)),
+        frozen_parameters=sum(map(_parameters, frozen)),
         compute_bytes=4 if fp32 else 2,
     )
 
@@ -55,6 +51,13 @@ def gib(size: int) -> str:
         if size >= unit:
             return f"{size // unit}.{size % unit * 10 // unit} {name}"
     return f"{size} bytes"
+
+
+def _parameters(folder: Path) -> int:
+    try:
+        return count_parameters(folder)
+    except ValueError:  # found where the folder is checked
+        return 0
 
 
 def _gpus() -> int:
