@@ -831,7 +831,6 @@ FAILED: Mapping[str, Sequence[BadInput]] = {
     "The run's folder": (
         BadInput(wrong="it is removed, and a checkpoint is due", call=save_after(remove("run"))),
         BadInput(wrong="it is removed, and metrics are due", call=log_after(remove("run"))),
-        BadInput(wrong="`metrics.jsonl` is removed", call=log_after(remove("run/metrics.jsonl"))),
         BadInput(wrong="the disk is full while a checkpoint is written", call=disk_is_full),
     ),
     "Placement": (
