@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,14 @@ import psutil
 import pytest
 import ray
 
-from drivetrain_backend_api import DrivetrainError
-from drivetrain_infra.ray_runtime import MAX_SOCKET_PATH, ray_session, ray_temp_dir
+from drivetrain_backend_api import ConfigError, DrivetrainError
+from drivetrain_infra.ray_runtime import (
+    MAX_SOCKET_PATH,
+    owned_temp_dir,
+    ray_session,
+    ray_temp_dir,
+    refuse_if_unusable,
+)
 
 STORE = 80 * 1024**2
 
@@ -34,6 +41,22 @@ def test_a_temp_dir_too_long_for_sockets_is_refused_before_ray_starts(
     root = tmp_path / ("x" * 80)
     with pytest.raises(DrivetrainError, match=f"AF_UNIX takes {MAX_SOCKET_PATH}; point TMPDIR"):
         ray_temp_dir(tmp_path, root)
+
+
+def test_a_folder_in_use_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    refuse_if_unusable(run, starts_ray=True)
+    with owned_temp_dir(run):
+        for starts_ray in (True, False):
+            with pytest.raises(ConfigError, match="another process runs in"):
+                refuse_if_unusable(run, starts_ray=starts_ray)
+        refuse_if_unusable(tmp_path / "other", starts_ray=True)
+    refuse_if_unusable(run, starts_ray=True)
+    assert not run.exists()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 90)))
+    with pytest.raises(ConfigError, match="point TMPDIR"):
+        refuse_if_unusable(run, starts_ray=True)
+    refuse_if_unusable(run, starts_ray=False)
 
 
 def test_a_session_is_private_to_this_user_and_machine_and_leaves_nothing(

@@ -158,6 +158,11 @@ def test_flags_become_typed_values() -> None:
         (["--lr", "nan"], "--lr nan: must be at least 0"),
         (["--lr", "inf"], "--lr inf: must be a finite number"),
         (["--rollout-batch-size", "1.5"], "--rollout-batch-size 1.5: must be a whole number"),
+        (["--ray-address", "auto"], "--ray-address auto: must be host:port of a Ray head, with a port up to 65535"),
+        (
+            ["--ray-address", "h:99999"],
+            "--ray-address h:99999: must be host:port of a Ray head, with a port up to 65535",
+        ),
         (["--rollout-batch-size", "0"], "--rollout-batch-size 0: must be at least 1"),
         (["--rollout-batch-size", "none"], "--rollout-batch-size none: must be a whole number"),
         (["--rollout-top-p", "1.5"], "--rollout-top-p 1.5: must be above 0 and at most 1"),

@@ -273,3 +273,46 @@ def test_the_readme_shows_what_is_printed() -> None:
     printed = drivetrain(*command.split(), DRIVETRAIN_GRAD_CLIP="-1").stderr.splitlines()
     assert len(shown) == 5
     assert [line.strip() for line in shown] == printed[: len(shown)]
+
+
+STOPPED = """
+import os, signal
+from drivetrain_launcher import cli
+
+try:
+    with cli._stopped_by_signals():
+        try:
+            os.kill(os.getpid(), signal.{first})
+        finally:
+            for again in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                os.kill(os.getpid(), again)
+            print("cleaned up")
+except BaseException as error:
+    print(cli._report(error))
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "code", "said"),
+    [
+        ("SIGINT", 130, "interrupted"),
+        ("SIGTERM", 143, "terminated by SIGTERM"),
+        ("SIGHUP", 129, "terminated by SIGHUP"),
+    ],
+)
+def test_the_first_signal_ends_a_run_and_later_ones_leave_the_cleaning_up_alone(
+    first: str, code: int, said: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED.format(first=first)], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split("\n")[:2] == ["cleaned up", str(code)], done.stderr
+    assert done.stderr == f"drivetrain: {said}\n"
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
+    ignoring = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\ntry:\n    with"
+    code = STOPPED.format(first="SIGHUP").replace("try:\n    with", ignoring)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    # the SIGINT that comes next is then the first
+    assert done.stderr == "drivetrain: interrupted\n"

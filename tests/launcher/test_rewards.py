@@ -206,3 +206,33 @@ def test_unknown_names_and_useless_keys_are_refused() -> None:
         load_reward("maths")
     with pytest.raises(ConfigError, match="leave --reward-key out"):
         load_reward("math", key="x")
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("async def score(sample):\n    return 1.0\n", "is an async or generator function"),
+        ("def score(sample):\n    yield 1.0\n", "is an async or generator function"),
+        ("def score():\n    return 1.0\n", "cannot be called with one sample"),
+        ("def score(a, b):\n    return 1.0\n", "cannot be called with one sample"),
+    ],
+)
+def test_a_function_that_cannot_be_a_reward_is_refused_before_it_runs(
+    source: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"reward_{abs(hash(source))}"
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=problem):
+        load_reward(f"{name}:score")
+
+
+def test_an_import_that_changes_the_folder_leaves_the_runs_own_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere_rewards.py").write_text("import os\nos.chdir('/')\ndef score(sample):\n    return 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    load_reward("elsewhere_rewards:score")
+    assert Path.cwd() == tmp_path

@@ -40,12 +40,19 @@ class PlacementConfig(OptionGroup):
 
     def findings(self) -> list[str]:
         """Return what cannot work together."""
+        if self.ray_address is not None and not _is_address(self.ray_address):
+            return [f"--ray-address {self.ray_address}: must be host:port of a Ray head, with a port up to 65535"]
         if self.rollout_num_gpus % self.rollout_num_gpus_per_engine:
             return [
                 f"--rollout-num-gpus {self.rollout_num_gpus} is no multiple of "
                 f"--rollout-num-gpus-per-engine {self.rollout_num_gpus_per_engine}"
             ]
         return []
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isascii() and port.isdigit() and 0 < int(port) < 65536
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 import psutil
 
-from drivetrain_backend_api import DrivetrainError
+from drivetrain_backend_api import ConfigError, DrivetrainError
 from drivetrain_infra.daemons import Daemons, watched_daemons
 from drivetrain_infra.deadline import Deadline
 from drivetrain_infra.guard import END_SECONDS, LOCK, guarded, is_gone
@@ -197,6 +197,34 @@ def owned_temp_dir(run_folder: Path, *, for_ray: bool = True) -> Iterator[Path]:
         yield folder
 
 
+def refuse_if_unusable(run_folder: Path, *, starts_ray: bool) -> None:
+    """Refuse, before anything is started or written, a run folder in which `ray_session` could not work.
+
+    Args:
+        run_folder: as for `ray_session`.
+        starts_ray: whether Ray is started here.
+
+    Raises:
+        ConfigError: another run is at work in it, or the temp dir's path is too long for Ray's sockets.
+    """
+    try:
+        own = ray_temp_dir(run_folder) if starts_ray else _temp_dir(run_folder)
+    except DrivetrainError as error:
+        raise ConfigError(str(error)) from error
+    for folder in (own, own.with_suffix(".driver")):
+        with contextlib.suppress(FileNotFoundError), (folder / LOCK).open() as lock:
+            holder = lock.read()
+            if holder.isdecimal() and psutil.pid_exists(int(holder)):
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError as error:
+                    raise ConfigError(_held(run_folder, folder / LOCK)) from error
+
+
+def _held(run_folder: Path, lock: Path) -> str:
+    return f"another process runs in {run_folder} (it holds {lock}); wait for it, end it, or use another --save folder"
+
+
 def _lock(folder: Path, run_folder: Path) -> IO[str]:
     """Make the temp dir and lock it; waits while the guard of a killed driver is still cleaning up."""
     deadline = Deadline(END_SECONDS + 5.0)
@@ -235,9 +263,7 @@ def _refuse_held(holder: str, lock: Path, run_folder: Path, deadline: Deadline, 
     except (ValueError, psutil.Error):
         alive = False
     if alive:
-        raise DrivetrainError(
-            f"another process runs in {run_folder} (it holds {lock}); wait for it, end it, or use another --save folder"
-        ) from error
+        raise DrivetrainError(_held(run_folder, lock)) from error
     if not deadline.left:
         raise DrivetrainError(
             f"the last run in {run_folder} was killed, and what it started has not ended yet (a process holds {lock}); "

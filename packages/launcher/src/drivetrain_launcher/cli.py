@@ -11,8 +11,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
@@ -26,14 +26,19 @@ from drivetrain_launcher.last_lines import DivergedError, newest_checkpoint, one
 REFUSED = 2
 FAILED = 1
 INTERRUPTED = 130
-TERMINATED = 143
+SIGNALLED = 128
+"""Plus the number of the signal that ended the run; 143 for SIGTERM, 129 for SIGHUP."""
 
 _LAST_SECONDS = 10.0
 """What threads of a user's code have to end in after a failure, once everything else has."""
 
 
 class Terminated(BaseException):
-    """SIGTERM came. Passes through everything that handles errors, so that what was started is ended on the way."""
+    """A signal came. Passes through everything that handles errors, so that what was started is ended on the way."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 class OutputError(Exception):
@@ -48,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         1: it failed while it ran.
         2: it was refused before anything started: configuration or plugins.
         130: interrupted from the keyboard.
-        143: ended by SIGTERM.
+        143, 129: ended by SIGTERM, or by SIGHUP as when a terminal closes.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -101,19 +106,42 @@ def _train(words: Sequence[str]) -> int:
         return 0
     from drivetrain_launcher.run import run_train
 
-    signal.signal(signal.SIGTERM, _terminate)
+    folder = request.save.absolute()
     try:
-        code = run_train(request)
+        with _stopped_by_signals():
+            code = run_train(request)
     except BaseException as error:  # as in `main`, but the run has a folder, and perhaps a checkpoint in it
-        folder = request.save.absolute()
         code = _report(error, folder)
         if code != REFUSED and not isinstance(error, DivergedError) and (newest := newest_checkpoint(folder)):
             _say(newest)
     return code
 
 
-def _terminate(number: int, frame: object) -> None:
-    raise Terminated
+@contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """End the block at the first signal that asks for it; later ones would only interrupt the cleaning up.
+
+    A signal that whoever started this process had ignored, as `nohup` does, stays ignored.
+    """
+    before = {
+        one: handler
+        for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if (handler := signal.getsignal(one)) is not signal.SIG_IGN
+    }
+
+    def stop(number: int, frame: object) -> None:
+        for one in before:
+            signal.signal(one, signal.SIG_IGN)
+        raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
+
+    for one in before:
+        signal.signal(one, stop)
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            if signal.getsignal(one) is stop:
+                signal.signal(one, handler)
 
 
 def _require_folder() -> None:
@@ -170,8 +198,8 @@ def _report(error: BaseException, folder: Path | None = None) -> int:
             _say("interrupted")
             return INTERRUPTED
         case Terminated():
-            _say("terminated")
-            return TERMINATED
+            _say(f"terminated by {signal.Signals(error.number).name}")
+            return SIGNALLED + error.number
         case SystemExit():
             return error.code if isinstance(error.code, int) else FAILED if error.code else 0
         case ConfigError() | DiscoveryError():

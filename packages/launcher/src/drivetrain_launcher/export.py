@@ -35,11 +35,12 @@ def export_run(run: Path, out: Path, dtype: str | None = None) -> None:
     if findings := checkpoint_findings(spec, checkpoint, what="RUN", world_size=None):
         raise DataError("\n".join(findings))
     import torch
+    from safetensors import SafetensorError
 
     chosen = None if dtype is None else getattr(torch, dtype)
     try:
         spec.load_export_checkpoint()(checkpoint, Path(config["hf-checkpoint"]), out, chosen)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise DataError(f"--out {out}: cannot be written ({error}); choose another folder, or make room") from error
     print(f"exported {checkpoint} to {out}")
 

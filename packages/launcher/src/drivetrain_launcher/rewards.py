@@ -4,6 +4,7 @@ Knows nothing of engines, tokenizers or training, and imports no torch.
 """
 
 import importlib
+import inspect
 import math
 import os
 import re
@@ -122,7 +123,18 @@ def load_reward(name: str, *, key: str | None = None) -> Reward:
         return _BUILT_IN[name]
     if ":" not in name:
         raise ConfigError(f"--reward {name}: not one of {', '.join(_BUILT_IN)}, and not of the form module:function")
-    return Reward(name=name, function=load_function(name, flag="--reward"), key=key)
+    function = load_function(name, flag="--reward")
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise ConfigError(
+            f"--reward {name}: is an async or generator function; it must be a plain `def function(sample)`"
+        )
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        raise ConfigError(f"--reward {name}: cannot be called with one sample ({error}); it must take one") from error
+    except ValueError:  # a built-in that does not tell what it takes
+        pass
+    return Reward(name=name, function=function, key=key)
 
 
 def load_function(path: str, *, flag: str) -> Callable[..., Any]:
@@ -142,13 +154,17 @@ def load_function(path: str, *, flag: str) -> Callable[..., Any]:
     if not {"", here} & set(sys.path):
         sys.path.insert(0, here)
     try:
+        if not all(part.isidentifier() for part in module_name.split(".")):
+            raise ImportError("a module's name has letters, digits, underscores and dots, no path")
         function = importlib.import_module(module_name)
         for attribute in function_name.split("."):
             function = getattr(function, attribute)
     except (Exception, SystemExit) as error:  # an import may raise anything
         place = _place_in(module_name, error) or f"modules are searched from {here} and the environment"
         reason = " ".join(str(error).split())  # a finding is one line
-        raise ConfigError(f"{flag} {path}: {type(error).__name__}: {reason} ({place})") from error
+        raise ConfigError(f"{flag} {path}: {type(error).__name__}: {reason:.500} ({place})") from error
+    finally:
+        os.chdir(here)  # an import that goes elsewhere must not take the run's relative paths along
     if not callable(function):
         raise ConfigError(f"{flag} {path}: is a {type(function).__name__}, not a function")
     return function

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from drivetrain_backend_api import ConfigError, DataError, DiscoveryError, DrivetrainError, OptionGroup, options
+from drivetrain_infra.ray_runtime import refuse_if_unusable
 from drivetrain_infra.run_folder import RunFolder, resolve_checkpoint
 from drivetrain_infra.tracking.base import Tracker, Trackers
 from drivetrain_infra.tracking.jsonl import JsonlTracker
@@ -73,6 +74,7 @@ def run_train(request: Request) -> int:
         raise ConfigError(
             f"--save {folder.root}: holds a run that was interrupted; choose another folder, or remove it"
         )
+    refuse_if_unusable(folder.root, starts_ray=not request.value("ray_address"))
     with ExitStack() as stack:
         made = folder.root / "made"
         if request.dry_run:
@@ -86,13 +88,12 @@ def run_train(request: Request) -> int:
     if request.dry_run:
         console.print("everything that can be checked is right; nothing was started")
         return 0
-    for stage in stages:
-        stage.folder.create(config_values(stage.config))
-
     from drivetrain_launcher.factory import start_cluster
 
     console.print("starting Ray ...")
     with start_cluster([stage.config.placement for stage in stages], folder=folder.root), too_late_to_refuse():
+        for stage in stages:  # not before this run holds the folder's lock
+            stage.folder.create(config_values(stage.config))
         for stage, following in zip(stages, [*stages[1:], None]):
             checkpoint = run_stage(stage, console)
             if following is not None:

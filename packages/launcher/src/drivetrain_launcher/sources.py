@@ -111,7 +111,12 @@ class Request:
     @property
     def save(self) -> Path:
         """The run's folder."""
-        return Path(_merge([self.recipe_layer, *self.user_layers])["save"].value)
+        return Path(self.value("save"))
+
+    def value(self, name: str) -> Any:
+        """Return an option that no recipe makes, or its default."""
+        settings = _merge([self.recipe_layer, *self.user_layers])
+        return settings[name].value if name in settings else self.surface.options[name].default
 
 
 # -- recipes -----------------------------------------------------------------------------------------------------------
