@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from drivetrain_infra.ray_runtime import (
     owned_temp_dir,
     ray_session,
     ray_temp_dir,
-    refuse_if_unusable,
+    refuse_if_running,
 )
 
 STORE = 80 * 1024**2
@@ -43,20 +42,16 @@ def test_a_temp_dir_too_long_for_sockets_is_refused_before_ray_starts(
         ray_temp_dir(tmp_path, root)
 
 
-def test_a_folder_in_use_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_in_use_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    refuse_if_unusable(run, starts_ray=True)
-    with owned_temp_dir(run):
-        for starts_ray in (True, False):
+    refuse_if_running(run)
+    for for_ray in (True, False):
+        with owned_temp_dir(run, for_ray=for_ray):
             with pytest.raises(ConfigError, match="another process runs in"):
-                refuse_if_unusable(run, starts_ray=starts_ray)
-        refuse_if_unusable(tmp_path / "other", starts_ray=True)
-    refuse_if_unusable(run, starts_ray=True)
+                refuse_if_running(run)
+            refuse_if_running(tmp_path / "other")
+        refuse_if_running(run)
     assert not run.exists()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 90)))
-    with pytest.raises(ConfigError, match="point TMPDIR"):
-        refuse_if_unusable(run, starts_ray=True)
-    refuse_if_unusable(run, starts_ray=False)
 
 
 def test_a_session_is_private_to_this_user_and_machine_and_leaves_nothing(

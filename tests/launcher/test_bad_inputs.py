@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -136,13 +135,12 @@ def test_the_message_is_the_one_on_the_page(
     expected_code: int,
     good_scratch: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    short_tempdir: Path,
     page: Said,
     pytestconfig: pytest.Config,
 ) -> None:
     folder = tmp_path / "here"
     shutil.copytree(good_scratch, folder)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where tracebacks go
     found_code, messages = messages_of(one, folder)
     found = shown(one, messages, folder)
     assert messages, f"{heading}, {one.wrong}: nothing was said"

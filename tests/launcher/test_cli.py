@@ -66,7 +66,7 @@ def test_the_version_is_that_of_the_launcher() -> None:
         (["zzz"], "no command 'zzz'; there are: train, backends, recipes, export"),
         (["backends", "--jso"], "unrecognized arguments: --jso"),
         (["export", "RUN"], "the following arguments are required: --out"),
-        (["train", "--recipe"], "--recipe: expected one argument"),
+        (["train", "--recipe"], "--recipe needs a value, and was given none"),
     ],
 )
 def test_a_command_line_that_cannot_be_read_is_refused(

@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -152,7 +151,7 @@ def scratch(good_scratch: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.fixture
-def fuzz(scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fuzz:
+def fuzz(scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_tempdir: Path) -> Fuzz:
     """A fuzz that notes which cases get past the command line, and in which no Ray can start."""
     import ray
 
@@ -169,7 +168,6 @@ def fuzz(scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fuzz
 
     monkeypatch.setattr(run, "run_train", noted)
     monkeypatch.setattr(ray, "init", started)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where tracebacks go
     return fuzz
 
 

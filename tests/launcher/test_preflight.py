@@ -152,7 +152,9 @@ def test_what_is_no_safetensors_file_is_said_so(folder: Path, content: bytes) ->
 
 def test_a_missing_weight_file_is_named(folder: Path) -> None:
     (folder / "model" / "part-2.safetensors").unlink()
-    assert findings(folder) == [f"--hf-checkpoint {folder}/model/part-2.safetensors: No such file or directory"]
+    assert findings(folder) == [
+        f"--hf-checkpoint {folder}/model/part-2.safetensors: No such file or directory; copy the model again"
+    ]
 
 
 def test_a_tensor_that_the_index_promises_in_vain_is_named(folder: Path) -> None:
@@ -186,7 +188,7 @@ def test_a_single_weight_file_needs_no_index(folder: Path) -> None:
         (b'{"model_type": 3}', "names no model_type"),
         (b"[]", "must be a JSON object, found list"),
         (b"{}", "names no model_type"),
-        (None, "No such file or directory"),
+        (None, "No such file or directory; copy the model again"),
     ],
 )
 def test_a_broken_model_configuration_is_named(folder: Path, content: bytes | None, message: str) -> None:
@@ -202,7 +204,8 @@ def test_the_tokenizer_must_be_there_for_the_policy_only(folder: Path) -> None:
     found = findings(folder, ref_load=folder / "model")
     assert [one for one in found if "tokenizer" in one] == [
         f"--hf-checkpoint {folder / 'model'}: holds no tokenizer (one of tokenizer.json, tokenizer_config.json, "
-        "tokenizer.model, vocab.json, vocab.txt, spiece.model, sentencepiece.bpe.model, tiktoken.model, tekken.json)"
+        "tokenizer.model, vocab.json, vocab.txt, spiece.model, sentencepiece.bpe.model, tiktoken.model, tekken.json); "
+        "copy the model again"
     ]
 
 
@@ -274,7 +277,8 @@ def test_an_index_that_leads_out_of_the_folder_is_refused(folder: Path) -> None:
     index = folder / "model" / "model.safetensors.index.json"
     write_index(folder / "model", one="../part-1.safetensors")
     assert findings(folder) == [
-        f"--hf-checkpoint {index}: places tensor 'one' in '../part-1.safetensors', which is no file of this folder"
+        f"--hf-checkpoint {index}: places tensor 'one' in '../part-1.safetensors', which is no file of this "
+        "folder; copy the model again"
     ]
 
 
@@ -447,7 +451,9 @@ def test_reward_and_generate_functions_must_be_importable(folder: Path, monkeypa
     monkeypatch.syspath_prepend(folder)
     assert findings(folder, reward="preflight_functions:score") == []
     (found,) = findings(folder, reward="preflight_functions:constant")
-    assert found == "--reward preflight_functions:constant: is a int, not a function"
+    assert (
+        found == "--reward preflight_functions:constant: is a int, not a function; name one of the module's functions"
+    )
     (found,) = findings(folder, custom_generate="preflight_functions:score")
     assert found.startswith("--custom-generate preflight_functions:score: must be an `async def ")
 

@@ -1,7 +1,6 @@
 """Shipped recipes: what they make, and that ordinary flags of the main stage do not trip the warm-up."""
 
 import json
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,7 +44,11 @@ def test_the_quickstart_takes_flags_of_its_main_stage(
 
 @pytest.mark.parametrize("recipe", [True, False])
 def test_a_dry_run_checks_everything_and_leaves_nothing(
-    recipe: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recipe: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    short_tempdir: Path,
 ) -> None:
     folder = tmp_path / "work"
     folder.mkdir()
@@ -56,12 +59,10 @@ def test_a_dry_run_checks_everything_and_leaves_nothing(
         words += ["--prompt-data", str(tmp_path / "train.jsonl"), "--input-key", "question", "--label-key", "answer"]
         words += ["--num-rollout", "1", "--n-samples-per-prompt", "2", "--rollout-max-response-len", "5"]
     monkeypatch.chdir(folder)
-    short = Path(tempfile.mkdtemp(prefix="d"))  # Ray's sockets go there
-    monkeypatch.setattr(tempfile, "tempdir", str(short))
     assert main(["train", *words, "--dry-run"]) == 0, capsys.readouterr()
     assert "everything that can be checked is right; nothing was started" in capsys.readouterr().out
     assert list(folder.iterdir()) == []
-    assert [*short.glob("drivetrain-*"), *short.glob("dt-*")] == []
+    assert [*short_tempdir.glob("drivetrain-*"), *short_tempdir.glob("dt-*")] == []
     assert not ray.is_initialized()
     assert main(["train", *words, "--dry-run", "--rollout-max-response-len", "100000"]) == 2
     assert "--rollout-max-response-len" in capsys.readouterr().err

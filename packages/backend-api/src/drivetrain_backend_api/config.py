@@ -276,7 +276,7 @@ class TrainConfig(OptionGroup):
         if self.max_tokens_per_gpu is not None and not self.use_dynamic_batch_size:
             found.append("--max-tokens-per-gpu acts only with --use-dynamic-batch-size; give both or neither")
         if self.min_lr > self.lr:
-            found.append(f"--min-lr {self.min_lr:g} is above --lr {self.lr:g}")
+            found.append(f"--min-lr {self.min_lr:g} is above --lr {self.lr:g}; lower it")
         if self.lr_decay_iters is not None and self.lr_decay_iters <= self.lr_warmup_iters:
             found.append(
                 f"--lr-decay-iters {self.lr_decay_iters} must be above --lr-warmup-iters {self.lr_warmup_iters}"

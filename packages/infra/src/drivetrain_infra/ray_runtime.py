@@ -197,20 +197,16 @@ def owned_temp_dir(run_folder: Path, *, for_ray: bool = True) -> Iterator[Path]:
         yield folder
 
 
-def refuse_if_unusable(run_folder: Path, *, starts_ray: bool) -> None:
-    """Refuse, before anything is started or written, a run folder in which `ray_session` could not work.
-
-    Args:
-        run_folder: as for `ray_session`.
-        starts_ray: whether Ray is started here.
+def refuse_if_running(run_folder: Path) -> None:
+    """Refuse, before anything is started or written, a run folder in which another run is at work.
 
     Raises:
-        ConfigError: another run is at work in it, or the temp dir's path is too long for Ray's sockets.
+        ConfigError: a process that lives holds its lock.
     """
     try:
-        own = ray_temp_dir(run_folder) if starts_ray else _temp_dir(run_folder)
-    except DrivetrainError as error:
-        raise ConfigError(str(error)) from error
+        own = _temp_dir(run_folder)
+    except (OSError, RuntimeError, ValueError):  # a path that cannot be looked up is in nobody's use
+        return
     for folder in (own, own.with_suffix(".driver")):
         with contextlib.suppress(FileNotFoundError), (folder / LOCK).open() as lock:
             holder = lock.read()

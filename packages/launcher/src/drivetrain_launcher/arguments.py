@@ -212,7 +212,13 @@ class StrictParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of exiting."""
-        raise ConfigError(message.removeprefix("argument "))
+        message = message.removeprefix("argument ")
+        flags, _, rest = message.partition(": ")
+        if rest.startswith("ignored explicit argument"):
+            message = f"{flags.partition('/')[0]} takes no value; give {flags.replace('/', ' or ')}"
+        elif rest == "expected one argument":
+            message = f"{flags} needs a value, and was given none"
+        raise ConfigError(message)
 
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:

@@ -166,7 +166,9 @@ def load_function(path: str, *, flag: str) -> Callable[..., Any]:
     finally:
         os.chdir(here)  # an import that goes elsewhere must not take the run's relative paths along
     if not callable(function):
-        raise ConfigError(f"{flag} {path}: is a {type(function).__name__}, not a function")
+        raise ConfigError(
+            f"{flag} {path}: is a {type(function).__name__}, not a function; name one of the module's functions"
+        )
     return function
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from drivetrain_backend_api import ConfigError, DataError, DiscoveryError, DrivetrainError, OptionGroup, options
-from drivetrain_infra.ray_runtime import refuse_if_unusable
+from drivetrain_infra.ray_runtime import refuse_if_running
 from drivetrain_infra.run_folder import RunFolder, resolve_checkpoint
 from drivetrain_infra.tracking.base import Tracker, Trackers
 from drivetrain_infra.tracking.jsonl import JsonlTracker
@@ -74,7 +74,7 @@ def run_train(request: Request) -> int:
         raise ConfigError(
             f"--save {folder.root}: holds a run that was interrupted; choose another folder, or remove it"
         )
-    refuse_if_unusable(folder.root, starts_ray=not request.value("ray_address"))
+    refuse_if_running(folder.root)
     with ExitStack() as stack:
         made = folder.root / "made"
         if request.dry_run:

@@ -111,12 +111,7 @@ class Request:
     @property
     def save(self) -> Path:
         """The run's folder."""
-        return Path(self.value("save"))
-
-    def value(self, name: str) -> Any:
-        """Return an option that no recipe makes, or its default."""
-        settings = _merge([self.recipe_layer, *self.user_layers])
-        return settings[name].value if name in settings else self.surface.options[name].default
+        return Path(_merge([self.recipe_layer, *self.user_layers])["save"].value)
 
 
 # -- recipes -----------------------------------------------------------------------------------------------------------
@@ -172,10 +167,12 @@ def read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"--config {path}: must end in .toml or .json")
     try:
         if path.exists() and not path.is_file():  # a pipe would be waited for
-            raise ConfigError(f"--config {path}: is not a file")
+            raise ConfigError(f"--config {path}: is not a file; give a .toml or .json file")
         table = parsers[path.suffix](path.read_text("utf-8"))
     except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror or error}") from error
+        raise ConfigError(
+            f"--config {path}: {error.strerror or error}; give a .toml or .json file that can be read"
+        ) from error
     except (ValueError, RecursionError) as error:  # every parse or encoding error is a ValueError
         raise ConfigError(f"--config {path}: {error}") from error
     if not isinstance(table, dict):

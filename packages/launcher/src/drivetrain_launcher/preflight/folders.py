@@ -7,6 +7,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from drivetrain_backend_api import DrivetrainError
 from drivetrain_infra.run_folder import RunFolder
 from drivetrain_launcher.config import DrivetrainConfig
 from drivetrain_launcher.preflight.checkpoint import trained_rollouts
@@ -29,7 +30,19 @@ def folder_findings(config: DrivetrainConfig, size: RunSize, loaded: Path | None
         if folder is not None and (finding := unwritable(flag, Path(folder)))
     ]
     findings += _overlap_findings(config, loaded)
+    if config.placement.ray_address is None and not findings:
+        findings += _socket_findings(Path(config.run_folder.save))
     return findings or _room_findings(config, size)
+
+
+def _socket_findings(save: Path) -> list[str]:
+    from drivetrain_infra.ray_runtime import ray_temp_dir  # imports Ray
+
+    try:
+        ray_temp_dir(save.absolute())
+    except DrivetrainError as error:
+        return [str(error)]
+    return []
 
 
 def folder_notes(config: DrivetrainConfig, size: RunSize, loaded: Path | None) -> list[str]:
@@ -54,7 +67,7 @@ def unwritable(flag: str, folder: Path) -> str | None:
         with tempfile.TemporaryFile(dir=nearest):
             return None
     except OSError as error:
-        return f"{flag} {folder}: cannot write in {nearest}: {error.strerror or error}"
+        return f"{flag} {folder}: cannot write in {nearest}: {error.strerror or error}; choose another folder"
 
 
 def _nearest(folder: Path) -> Path:

@@ -69,7 +69,7 @@ def check_model_folder(
     except ValueError as error:
         yield f"{flag} {error}"
     if with_tokenizer and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        yield f"{flag} {folder}: holds no tokenizer (one of {', '.join(_TOKENIZER_FILES)})"
+        yield f"{flag} {folder}: holds no tokenizer (one of {', '.join(_TOKENIZER_FILES)}); copy the model again"
     try:
         files = _weight_files(folder)
     except ValueError as error:
@@ -213,7 +213,9 @@ def _weight_files(folder: Path) -> dict[Path, set[str]]:
         raise ValueError(f"{index}: has no weight_map from tensors to files")
     for tensor, name in weight_map.items():
         if Path(name).name != name:
-            raise ValueError(f"{index}: places tensor {tensor!r} in {name!r}, which is no file of this folder")
+            raise ValueError(
+                f"{index}: places tensor {tensor!r} in {name!r}, which is no file of this folder; copy the model again"
+            )
         files.setdefault(folder / name, set()).add(tensor)
     return files
 
@@ -233,11 +235,11 @@ def _read_table(path: Path) -> dict[str, Any]:
             raise ValueError("it begins with a byte order mark; save it as UTF-8 without one")
         table = json.loads(content.decode("utf-8"))
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror or error}") from error
+        raise ValueError(f"{path}: {error.strerror or error}; copy the model again") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: is not JSON: {error}") from error
     if not isinstance(table, dict):
-        raise ValueError(f"{path}: must be a JSON object, found {type(table).__name__}")
+        raise ValueError(f"{path}: must be a JSON object, found {type(table).__name__}; copy the model again")
     return table
 
 
@@ -259,7 +261,7 @@ def _tensor_sizes(path: Path) -> dict[str, int]:
         promised = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         sizes = {name: _elements(entry) for name, entry in entries.items()}
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror or error}") from error
+        raise ValueError(f"{path}: {error.strerror or error}; copy the model again") from error
     except (ValueError, RecursionError, AttributeError, KeyError, IndexError, TypeError) as error:
         raise ValueError(no_file) from error
     if size != promised:

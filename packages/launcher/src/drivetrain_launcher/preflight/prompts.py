@@ -122,7 +122,9 @@ def _check_prompt_file(path: Path, data: DataConfig) -> None:
     if path.suffix not in (".jsonl", ".parquet"):
         raise DataError(f"{path}: must be a .jsonl or .parquet file")
     if not path.is_file():
-        raise DataError(f"{path}: {'is not a file' if path.exists() else 'no such file'}")
+        raise DataError(
+            f"{path}: {'is not a file' if path.exists() else 'no such file'}; give a .jsonl or .parquet file"
+        )
     keys = {"--input-key": data.input_key, "--label-key": data.label_key, "--metadata-key": data.metadata_key}
     for where, row in (_parquet_columns(path) if path.suffix == ".parquet" else _outer_rows(path)).items():
         for flag, key in keys.items():
