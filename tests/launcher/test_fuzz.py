@@ -53,12 +53,13 @@ class Fuzz:
         shutil.copytree(self._good, self._folder, symlinks=True)
         try:
             case.arrange(self._folder)
-            before = _listing(self._folder)
+            before, children = _listing(self._folder), _children()
             self.reached_checks = case.words[:1] != ["train"]
             with _deadline(case):
                 ended = run_in(self._folder, case.words, case.environ)
             wrong = _wrong(ended, case, before, _listing(self._folder))
             wrong += ["a started Ray"] * self.started_ray
+            wrong += ["a child process"] * bool(_children() - children)
         finally:
             shutil.rmtree(self._folder)
         assert not wrong, "\n".join(
@@ -97,9 +98,11 @@ def _wrong(ended: Ended, case: Case, before: set[str], after: set[str]) -> list[
     allowed = {one for one in after if ended.code == 0 and case.words[0] == "export" and one not in before}
     if (after ^ before) - allowed:
         wrong.append(f"files changed: {sorted(after ^ before)[:5]}")
-    if psutil.Process().children():
-        wrong.append("a child process")
     return wrong
+
+
+def _children() -> set[int]:
+    return {one.pid for one in psutil.Process().children()}
 
 
 def _listing(folder: Path) -> set[str]:
