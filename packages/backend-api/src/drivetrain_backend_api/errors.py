@@ -9,6 +9,11 @@ def printable(text: str) -> str:
     return text if text.isprintable() else repr(text)
 
 
+def in_one_line(text: object) -> str:
+    """Put the words of an error, which may be another library's page of text, into one line."""
+    return " ".join(str(text).split())
+
+
 class DrivetrainError(Exception):
     """Base of all errors that are shown to the user without a traceback."""
 

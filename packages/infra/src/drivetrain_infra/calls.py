@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
 
 from drivetrain_backend_api import DrivetrainError
-from drivetrain_backend_api.errors import WeightExportAbortedError
+from drivetrain_backend_api.errors import WeightExportAbortedError, in_one_line
 from drivetrain_infra import daemons
 from drivetrain_infra.deadline import Deadline
 
@@ -164,7 +164,7 @@ def _message(error: BaseException) -> str:
 
 def _death(error: RayError) -> str:
     """Take Ray's reason and the process id out of its page of text."""
-    text = " ".join(str(error).split())
+    text = in_one_line(error)
     found = re.search(r"\b(?:dead|died) because (.+?)(?:\. |\.?$)", text)
     reason = found[1] if found else text.partition(". ")[0]
     pid = re.search(r"\bpid: (\d+)", text)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain_backend_api import ConfigError, DataError
+from drivetrain_backend_api.errors import in_one_line
 from drivetrain_launcher.config import DataConfig
 
 if TYPE_CHECKING:
@@ -295,11 +296,6 @@ def _rendered(row: _Row, tokenizer: "PreTrainedTokenizerBase") -> str:
             f"{row.source}: the chat template refused it: {type(error).__name__}: {in_one_line(error)}"
         ) from error
     return text
-
-
-def in_one_line(error: BaseException) -> str:
-    """Return the words of another library's error; a finding of ours is one line."""
-    return " ".join(str(error).split())
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

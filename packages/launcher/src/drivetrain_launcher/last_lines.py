@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from drivetrain_backend_api import DataError, DrivetrainError
+from drivetrain_backend_api.errors import in_one_line
 
 _LONGEST_SENTENCE = 1500
 """Characters of an error on the screen; a user's exception may carry pages, which are in the log."""
@@ -25,7 +26,7 @@ class DivergedError(DrivetrainError):
 
 def one_line(text: str) -> str:
     """Put a text of any length and any number of lines into one line."""
-    line = " ".join(text.split())
+    line = in_one_line(text)
     return line if len(line) <= _LONGEST_SENTENCE else line[: _LONGEST_SENTENCE - 3] + "..."
 
 

@@ -16,6 +16,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from drivetrain_backend_api import ConfigError, DataError
+from drivetrain_backend_api.errors import in_one_line
 from drivetrain_launcher.user_code import describe_failure
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ def load_function(path: str, *, flag: str) -> Callable[..., Any]:
             function = getattr(function, attribute)
     except (Exception, SystemExit) as error:  # an import may raise anything
         place = _place_in(module_name, error) or f"modules are searched from {here} and the environment"
-        reason = " ".join(str(error).split())  # a finding is one line
+        reason = in_one_line(error)
         raise ConfigError(f"{flag} {path}: {type(error).__name__}: {reason:.500} ({place})") from error
     finally:
         os.chdir(here)  # an import that goes elsewhere must not take the run's relative paths along

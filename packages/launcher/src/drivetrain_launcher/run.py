@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from drivetrain_backend_api import ConfigError, DataError, DiscoveryError, DrivetrainError, OptionGroup, options
+from drivetrain_backend_api.errors import in_one_line
 from drivetrain_infra.ray_runtime import refuse_if_running
 from drivetrain_infra.run_folder import RunFolder, resolve_checkpoint
 from drivetrain_infra.tracking.base import Tracker, Trackers
@@ -228,7 +229,7 @@ def _tokenizer(config: DrivetrainConfig) -> "PreTrainedTokenizerBase":
         try:
             loaded = loader.from_pretrained(folder, trust_remote_code=trust, local_files_only=True)
         except Exception as error:  # transformers raises whatever its many loaders do
-            reason = " ".join(str(error).split())
+            reason = in_one_line(error)
             raise DataError(
                 f"--hf-checkpoint {folder}: {what} cannot be loaded: {type(error).__name__}: {reason}; "
                 "copy the model again"

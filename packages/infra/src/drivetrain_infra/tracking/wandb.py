@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from drivetrain_backend_api import DrivetrainError
+from drivetrain_backend_api.errors import in_one_line
 from drivetrain_infra.config import TrackingConfig
 
 _PUBLIC = ("api.wandb.ai", "api.forge.coreweave.com", "forge.coreweave.com")
@@ -47,7 +48,7 @@ class WandbTracker:
             )
         except wandb.Error as error:
             raise DrivetrainError(
-                f"--use-wandb: W&B did not start ({' '.join(str(error).split())}); log in with `wandb login`, or give "
+                f"--use-wandb: W&B did not start ({in_one_line(error)}); log in with `wandb login`, or give "
                 "--wandb-mode offline"
             ) from error
         self._run.define_metric("rollout_id")

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from drivetrain_backend_api import ConfigError, DataError
+from drivetrain_backend_api.errors import in_one_line
 from drivetrain_launcher.config import DataConfig, DrivetrainConfig
-from drivetrain_launcher.data import Prompt, in_one_line, parse_row, value_at
+from drivetrain_launcher.data import Prompt, parse_row, value_at
 from drivetrain_launcher.preflight.model_folder import config_number, positions
 
 _LONGEST_ROW = 64 * 1024**2
