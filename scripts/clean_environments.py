@@ -119,7 +119,9 @@ def closure(requirements: Iterable[str]) -> tuple[set[str], set[str]]:
 # -- wheels and environments -------------------------------------------------------------------------------------------
 
 
-def build(out: Path, *, source: Path = ROOT, distribution: str | None = None, wheel_only: bool = True) -> dict[str, Path]:
+def build(
+    out: Path, *, source: Path = ROOT, distribution: str | None = None, wheel_only: bool = True
+) -> dict[str, Path]:
     """Build wheels into a folder.
 
     Args:

@@ -117,7 +117,9 @@ def inputs_hash(stack: Stack) -> str:
 def header(stack: Stack) -> str:
     """Return the comment that a constraint file begins with."""
     lines = [f"{stack.title[0].upper()}{stack.title[1:]}.", *stack.runs]
-    lines.append(f"Written for Python {stack.python}." if stack.python else "For every Python that the packages accept.")
+    lines.append(
+        f"Written for Python {stack.python}." if stack.python else "For every Python that the packages accept."
+    )
     if stack.resolve is not None:
         lines.append(f"inputs: sha256 {inputs_hash(stack)}")
     lines.append("Use it: uv pip install --constraints images/" + stack.path.name + " ...  (or pip install -c)")

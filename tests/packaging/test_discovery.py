@@ -144,6 +144,7 @@ def test_backends_lists_broken_ones_beside_those_that_work(site: Any) -> None:
             "resharding": False,
             "async_save": False,
         },
+        "tested_with": [],
         "available": True,
         "detail": "",
         "error": None,

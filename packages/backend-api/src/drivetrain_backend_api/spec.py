@@ -7,7 +7,7 @@ transformers or pydantic, so that `drivetrain --help` and `drivetrain backends` 
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from drivetrain_backend_api.config import OptionGroup, TrainConfig
 from drivetrain_backend_api.errors import ConfigError
@@ -75,6 +75,18 @@ def always_available() -> ProbeResult:
     return ProbeResult(available=True, detail="")
 
 
+class SpecVersionError(TypeError):
+    """A spec was written for another API version; discovery tells the user which, and what to do.
+
+    Attributes:
+        api_version: the version that the spec was written for.
+    """
+
+    def __init__(self, api_version: Any) -> None:
+        super().__init__(f"a spec for API version {api_version}, where the contract has version {API_VERSION}")
+        self.api_version = api_version
+
+
 @dataclass(frozen=True, kw_only=True)
 class PluginSpec:
     """The part that train backends, rollout engines and algorithms have in common.
@@ -94,6 +106,13 @@ class PluginSpec:
     validate: Callable[[Any], list[str]] = no_findings
     probe: Callable[[], ProbeResult] = always_available
     worker_env: Callable[[Any], Mapping[str, str]] = no_environment
+
+    def __new__(cls, **fields: Any) -> Self:
+        """Refuse a spec of another API version before its fields are looked at: they may be unknown here, or too few."""
+        theirs = fields.get("api_version", API_VERSION)
+        if theirs != API_VERSION:
+            raise SpecVersionError(theirs)
+        return super().__new__(cls)
 
     def load_target(self) -> Any:
         """Import the implementation. Raises whatever its import raises."""
@@ -133,6 +152,8 @@ class BackendSpec(PluginSpec):
             out; it reads no tensor and executes nothing of the folder. `world_size` is the number of ranks that will
             load the folder, None where it is exported; files that they do not read are not looked at. Imported only
             by `load_check_checkpoint`. "" when the backend has none.
+        tested_with: the sets of versions that the backend was run with, one line each: the name of a stack (a
+            constraint file, an image), then what was run on it.
     """
 
     config_class: type[TrainConfig]
@@ -140,6 +161,7 @@ class BackendSpec(PluginSpec):
     preference: int = 0
     export_checkpoint: str = ""
     check_checkpoint: str = ""
+    tested_with: tuple[str, ...] = ()
 
     def load(self) -> "type[TrainBackend]":
         """Import and return the backend's class."""

@@ -42,4 +42,9 @@ SPEC = BackendSpec(
     probe=probe,
     export_checkpoint="drivetrain_backend_fsdp.checkpoint:export_checkpoint",
     check_checkpoint="drivetrain_backend_fsdp.checkpoint_files:check_checkpoint",
+    tested_with=(
+        "images/newest.txt: all tests and a training run from wheels, on CPUs",
+        "images/lowest.txt: a training run from wheels, on CPUs; on its torch and transformers: the gpu tests",
+        "images/sglang.txt: a training run from wheels, on CPUs",
+    ),
 )

@@ -11,8 +11,8 @@ from drivetrain_backend_api import TRAIN_BACKENDS, load_spec
 def describe_backends() -> list[dict[str, Any]]:
     """Describe every installed train backend, in the order of names.
 
-    Returns, for each: name, distribution, version, api_version, capabilities, available, detail and error. A broken one
-    has its `error`, and None for what only its spec knows; without an error, `error` is None.
+    Returns, for each: name, distribution, version, api_version, capabilities, tested_with, available, detail and
+    error. A broken one has its `error`, and None for what only its spec knows; without an error, `error` is None.
     """
     entries = sorted(entry_points(group=TRAIN_BACKENDS.group), key=lambda one: one.name)
     return [
@@ -28,6 +28,7 @@ def _describe(name: str, distributions: list[Any]) -> dict[str, Any]:
         "version": ", ".join(dict.fromkeys(one.version for one in distributions)),
         "api_version": None,
         "capabilities": None,
+        "tested_with": None,
         "available": False,
         "detail": "",
         "error": None,
@@ -40,6 +41,7 @@ def _describe(name: str, distributions: list[Any]) -> dict[str, Any]:
     return row | {
         "api_version": spec.api_version,
         "capabilities": dataclasses.asdict(spec.capabilities),
+        "tested_with": spec.tested_with,
         "available": probe.available,
         "detail": probe.detail,
     }
@@ -65,6 +67,8 @@ def _format_row(row: dict[str, Any]) -> str:
     lines += [f"  API version   {row['api_version']}", f"  probe         {row['detail'] or 'nothing to report'}"]
     for name, value in row["capabilities"].items():
         lines.append(f"  {name.replace('_', ' '):<13} {_shown(value)}")
+    stacks = row["tested_with"] or ("nothing that its author names",)
+    lines += [f"  {label:<13} {stack}" for label, stack in zip(("tested with", *[""] * len(stacks)), stacks)]
     return "\n".join(lines)
 
 
