@@ -182,10 +182,10 @@ class Environment:
         self, *requirements: str | Path, constraints: Path | None = None, with_dependencies: bool = True
     ) -> None:
         """Install wheels and requirements."""
-        pins = ["--constraints", constraints] if constraints else []
+        pins: list[str | Path] = ["--constraints", constraints] if constraints else []
         alone = [] if with_dependencies else ["--no-deps"]
         words = [uv(), "pip", "install", "--quiet", "--python", self.python, *pins, *alone, *requirements]
-        run(words, folder=self.folder)
+        run(words, folder=self.folder, seconds=1200)
 
     def check(self) -> None:
         """Hold every installed distribution to the bounds of the others (`uv pip check`)."""

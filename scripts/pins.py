@@ -4,9 +4,9 @@
     python scripts/pins.py --upgrade    take the newest releases into the resolved ones
     python scripts/pins.py --check      change nothing; exit 1 and say which file is stale and why
 
-`newest` and `cpu` are exports of uv.lock and are compared with it. `lowest` and `sglang` are locks of their own, resolved
-from the packages' requirements: each holds a hash of those in its header, and the check reads nothing but the tree, so
-that a new release of somebody else's package makes no file stale.
+`newest` and `cpu` are exports of uv.lock and are compared with it. `lowest` and `sglang` are locks of their own,
+resolved from the packages' requirements: each holds a hash of those in its header, and the check reads nothing but the
+tree, so that a new release of somebody else's package makes no file stale.
 """
 
 import argparse
@@ -71,7 +71,7 @@ STACKS = (
     ),
     Stack(
         name="cpu",
-        title="the versions of uv.lock without what only a GPU needs; install with `uv pip install --torch-backend cpu`",
+        title="the versions of uv.lock without what only a GPU needs; for `uv pip install --torch-backend cpu`",
         runs=(
             "Run on these versions in CI: all tests, on CPUs, with torch's CUDA build.",
             "Not run on it: torch's own CPU build.",
