@@ -143,6 +143,8 @@ class BackendSpec(PluginSpec):
     Attributes:
         config_class: the backend's `TrainConfig` subclass; its fields become flags.
         capabilities: what the backend claims.
+        neutral_options: sets of the backend's own options that change where and when things are computed, never what
+            comes out; the conformance suite trains with each and compares.
         preference: the available backend with the highest value is used when `--train-backend` is not given.
         export_checkpoint: "module:function" with the parameters (folder, hf_checkpoint, out, dtype=None) that turns a
             folder written by `save_checkpoint` into a Hugging Face folder, in one process and without groups;
@@ -158,6 +160,7 @@ class BackendSpec(PluginSpec):
 
     config_class: type[TrainConfig]
     capabilities: Capabilities = field(default_factory=Capabilities)
+    neutral_options: tuple[Mapping[str, Any], ...] = ()
     preference: int = 0
     export_checkpoint: str = ""
     check_checkpoint: str = ""

@@ -38,6 +38,10 @@ SPEC = BackendSpec(
     target="drivetrain_backend_fsdp.backend:FsdpBackend",
     config_class=FsdpConfig,
     capabilities=CAPABILITIES,
+    neutral_options=(
+        {"gradient_checkpointing": True},
+        {"fsdp_cpu_offload": True, "fsdp_reshard_after_forward": "never"},
+    ),
     preference=10,
     probe=probe,
     export_checkpoint="drivetrain_backend_fsdp.checkpoint:export_checkpoint",

@@ -1,0 +1,350 @@
+"""What one rank does in a test: a list of actions on one backend, each named by the result it leaves.
+
+An action is {"do": name of a function below, "as": name of its result, ...arguments}. Everything goes through the
+public contract; nothing here knows which backend it drives.
+"""
+
+import gc
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain_backend_api.backend import TrainBackend
+from drivetrain_backend_api.errors import DrivetrainError, WeightExportAbortedError
+from drivetrain_backend_api.packing import RolloutShard, pack
+from drivetrain_backend_api.parallel import Role
+from drivetrain_backend_api.spec import BackendSpec
+from drivetrain_backend_api.testing import algorithms
+from drivetrain_backend_api.testing.algorithms import FirstStep, TokenMean
+from drivetrain_backend_api.testing.rollouts import RolloutSpec, draw_rollout
+from drivetrain_backend_api.training import count_denominators
+from drivetrain_backend_api.weights import Holders, unflatten
+
+Action = Mapping[str, Any]
+
+
+def play(spec: BackendSpec, options: Mapping[str, Any], actions: Sequence[Action], rank: int, ranks: int) -> Any:
+    """Make a backend on this rank, play the actions, and return their results by name; plain types and tensors."""
+    backend = spec.load()(spec.config_class(**options), Role.POLICY, rank, ranks, "cpu")
+    results: dict[str, Any] = {}
+    with backend:
+        for action in actions:
+            arguments = {name: value for name, value in action.items() if name not in ("do", "as")}
+            results[action.get("as", action["do"])] = ACTIONS[action["do"]](backend, **arguments)
+    return results
+
+
+def setup(backend: TrainBackend, with_ref: bool = False, with_opd_teacher: bool = False) -> dict[str, Any]:
+    """Set up, and say where this rank stands."""
+    next_rollout_id = backend.setup(with_ref=with_ref, with_opd_teacher=with_opd_teacher)
+    layout = backend.parallel
+    names = ("dp_size", "tp_size", "pp_size", "cp_size", "dp_rank", "rank", "world_size")
+    place = {name: getattr(layout, name) for name in names}
+    return place | {"next_rollout_id": next_rollout_id, "last_stage": layout.is_last_stage}
+
+
+def train(
+    backend: TrainBackend,
+    rollout: Mapping[str, Any],
+    algorithm: str = "TokenMean",
+    rollout_id: int = 0,
+    failure: str = "",
+) -> dict[str, Any]:
+    """Train on one rollout; metrics, and what the model said of each loss token that lay on this rank.
+
+    `failure` happens in the first call of step_fn on the data-parallel replica that comes last.
+    """
+    shard = _shard(backend, rollout)
+    driver: TokenMean = getattr(algorithms, algorithm)(failure=failure if _is_last_replica(backend) else "")
+    metrics = backend.train(rollout_id, shard, driver)
+    counts = [sum(bool(samples) for samples in step) for step in shard.steps]
+    steps = [step for step, count in enumerate(counts) for _ in range(count)]
+    return {
+        "metrics": metrics,
+        "seen": [one | {"step": step} for one, step in zip(driver.seen, steps)],
+        "positions": list(shard.positions),
+        "fillers": sum(not samples for step in shard.steps for samples in step),
+    }
+
+
+def first_step(backend: TrainBackend, rollout: Mapping[str, Any], with_ref: bool) -> dict[str, float]:
+    """Train one step against log-probs computed just before; see `FirstStep`."""
+    driver = FirstStep(with_ref=with_ref)
+    backend.train(0, _shard(backend, rollout), driver)
+    return {"ratio": driver.ratio, "kl": driver.kl, "log_ratio": driver.log_ratio}
+
+
+def log_probs(backend: TrainBackend, rollout: Mapping[str, Any], under: str = "policy") -> dict[str, Any] | None:
+    """Log-probs of this rank's samples under the policy, the reference or the teacher, with their sample indices."""
+    shard = _shard(backend, rollout)
+    compute: dict[str, Callable[[RolloutShard], list[Tensor] | None]] = {
+        "policy": backend.forward_only,
+        "ref": backend.maybe_compute_ref_log_probs,
+        "teacher": backend.maybe_compute_teacher_log_probs,
+    }
+    found = compute[under](shard)
+    if found is None:
+        return None
+    return {"index": shard.batch.per_sample["index"].tolist(), "values": found}
+
+
+def split_step(backend: TrainBackend, rollout: Mapping[str, Any], look_between: bool) -> dict[str, Any]:
+    """Take one optimizer step by hand; `look_between` runs a forward-only pass while its gradients are pending."""
+    shard, driver = _shard(backend, rollout), TokenMean()
+    order = [sample for samples in shard.steps[0] for sample in samples]
+    batch = shard.batch.select(order)
+    denominators = count_denominators(batch, backend.groups)
+    place = {sample: row for row, sample in enumerate(order)}
+    packed = [pack(batch, [place[one] for one in samples], denominators=denominators) for samples in shard.steps[0]]
+
+    def step_fn(output: Any, micro_batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return driver.compute_loss(driver.extract_model_output(output, micro_batch), micro_batch, backend.groups)
+
+    results = backend.forward_backward(packed, step_fn)
+    modes, random = _modes(), torch.get_rng_state()
+    if look_between:
+        backend.forward_only(shard)
+    outcome = backend.optimizer_step()
+    return {
+        "grad_norm": outcome.grad_norm,
+        "results": len(results),
+        "micro_batches": len(packed),
+        "modes_kept": modes == _modes(),
+        "rng_kept": torch.equal(random, torch.get_rng_state()),
+    }
+
+
+def export(
+    backend: TrainBackend, holders: str = "all", bucket_bytes: int = 4096, dtype: str | None = None
+) -> dict[str, Any]:
+    """Export weights; the plan as it was told first, the buckets as they came, and the tensors this rank got."""
+    tensors: dict[str, Tensor] = {}
+    buckets = []
+    with backend.export_weights(
+        bucket_bytes, Holders(holders), getattr(torch, dtype) if dtype else None
+    ) as outgoing:
+        plan = [_plain(one) for one in outgoing.plan.entries]
+        for bucket in outgoing:
+            nbytes = 0 if bucket.data is None else bucket.data.numel()
+            entries = [_plain(one) for one in bucket.entries]
+            buckets.append({"index": bucket.index, "entries": entries, "nbytes": nbytes})
+            if bucket.data is not None:
+                tensors |= {name: one.clone() for name, one in unflatten(bucket.data, bucket.entries)}
+        after = [_plain(one) for one in outgoing.plan.entries]
+    return {
+        "plan": plan,
+        "plan_kept": plan == after,
+        "buckets": buckets,
+        "tensors": tensors,
+        "stage_lead": backend.parallel.is_stage_lead,
+    }
+
+
+def abandon_export(backend: TrainBackend, leaver: int) -> str:
+    """Leave an export after its first bucket on one rank; returns what happened here."""
+    try:
+        with backend.export_weights(256) as outgoing:
+            for _ in outgoing:
+                if backend.rank == leaver:
+                    return "left"
+    except WeightExportAbortedError:
+        return "told"
+    return "went on to the end"
+
+
+def save(backend: TrainBackend, folder: str) -> None:
+    """Save a checkpoint into a folder that rank 0 makes."""
+    if backend.rank == 0:
+        Path(folder).mkdir(parents=True)
+    _meet(backend)
+    handle = backend.save_checkpoint(Path(folder))
+    handle.poll()
+    handle.finalize()
+
+
+def sleep(backend: TrainBackend, keep_weights: bool = False) -> str:
+    """Go to sleep; returns the state."""
+    backend.sleep(keep_weights=keep_weights)
+    return str(backend.lifecycle.state)
+
+
+def wake(backend: TrainBackend, weights_only: bool = False) -> str:
+    """Wake up; returns the state."""
+    backend.wake_up(weights_only=weights_only)
+    return str(backend.lifecycle.state)
+
+
+def cycle(backend: TrainBackend, times: int) -> dict[str, list[int]]:
+    """Sleep and wake many times, weights-only stops included; bytes of all live tensors after each time."""
+    tensors, resident = [], []
+    for _ in range(times):
+        backend.sleep(keep_weights=True)
+        backend.sleep()
+        backend.wake_up(weights_only=True)
+        backend.wake_up()
+        gc.collect()
+        tensors.append(_live_tensor_bytes())
+        resident.append(_resident_bytes())
+    return {"tensors": tensors, "resident": resident}
+
+
+def weights_tag(backend: TrainBackend, call: str, tag: str) -> str:
+    """Call backup_weights, restore_weights or switch_weights; returns the live tag."""
+    getattr(backend, call)(tag)
+    return backend.weights.live_tag
+
+
+def draw_random(backend: TrainBackend) -> None:
+    """Use this rank's random stream, so that its state is not the one of a fresh start."""
+    torch.randn(17)
+
+
+def random_state(backend: TrainBackend) -> Tensor:
+    """This rank's random state."""
+    return torch.get_rng_state()
+
+
+def modes(backend: TrainBackend) -> list[bool]:
+    """Whether each live module is in training mode."""
+    return _modes()
+
+
+def refused(backend: TrainBackend, action: Action) -> dict[str, str]:
+    """Play an action that must be refused; returns the error's type and message, and the states before and after."""
+    before = str(backend.lifecycle.state)
+    arguments = {name: value for name, value in action.items() if name not in ("do", "as")}
+    try:
+        ACTIONS[action["do"]](backend, **arguments)
+    except DrivetrainError as error:
+        kind, message = type(error).__name__, str(error)
+    else:
+        kind, message = "", "nothing was raised"
+    return {"kind": kind, "message": message, "before": before, "after": str(backend.lifecycle.state)}
+
+
+def bare(backend: TrainBackend, call: str) -> None:
+    """Call one method of the contract with arguments that are beside the point in a state that forbids it."""
+    calls: dict[str, Callable[[], Any]] = {
+        "setup": backend.setup,
+        "forward_backward": lambda: backend.forward_backward([], _no_step),
+        "forward_only": lambda: backend.forward_backward([], _no_step, forward_only=True),
+        "optimizer_step": backend.optimizer_step,
+        "export_weights": lambda: backend.export_weights(1024),
+        "save_checkpoint": lambda: backend.save_checkpoint(Path("never_written")),
+        "sleep": backend.sleep,
+        "wake_up": backend.wake_up,
+        "backup_weights": lambda: backend.backup_weights("spare"),
+        "restore_weights": lambda: backend.restore_weights("spare"),
+        "switch_weights": lambda: backend.switch_weights("spare"),
+    }
+    calls[call]()
+
+
+def close(backend: TrainBackend) -> None:
+    """Close, twice."""
+    backend.close()
+    backend.close()
+
+
+def pend(backend: TrainBackend, rollout: Mapping[str, Any], failure: str = "") -> None:
+    """Leave gradients pending, poisoned ones where `failure` is "nan" or "inf"; see `train`."""
+    shard = _shard(backend, rollout)
+    driver = TokenMean(failure=failure if _is_last_replica(backend) else "")
+    denominators = count_denominators(shard.batch, backend.groups)
+    packed = [pack(shard.batch, samples, denominators=denominators) for samples in shard.steps[0]]
+    backend.forward_backward(
+        packed,
+        lambda output, batch: driver.compute_loss(driver.extract_model_output(output, batch), batch, backend.groups),
+    )
+
+
+def optimizer_step(backend: TrainBackend) -> dict[str, Any]:
+    """Step."""
+    return asdict(backend.optimizer_step())
+
+
+def disconnected_loss(backend: TrainBackend, rollout: Mapping[str, Any]) -> None:
+    """Give a loss that does not depend on the model."""
+    shard = _shard(backend, rollout)
+    packed = [pack(shard.batch, samples) for samples in shard.steps[0]]
+    backend.forward_backward(packed, _no_step)
+
+
+ACTIONS: dict[str, Callable[..., Any]] = {
+    one.__name__: one
+    for one in (
+        setup,
+        train,
+        first_step,
+        log_probs,
+        split_step,
+        export,
+        abandon_export,
+        save,
+        sleep,
+        wake,
+        cycle,
+        weights_tag,
+        draw_random,
+        random_state,
+        modes,
+        refused,
+        bare,
+        close,
+        pend,
+        optimizer_step,
+        disconnected_loss,
+    )
+}
+
+
+def _shard(backend: TrainBackend, rollout: Mapping[str, Any]) -> RolloutShard:
+    return backend.preprocess_rollout_data(draw_rollout(RolloutSpec(**rollout)))
+
+
+def _no_step(output: Any, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    return torch.zeros(()), {}
+
+
+def _plain(entry: Any) -> dict[str, Any]:
+    names = ("name", "dtype", "stage", "bucket", "offset")
+    return {name: getattr(entry, name) for name in names} | {"shape": list(entry.shape)}
+
+
+def _is_last_replica(backend: TrainBackend) -> bool:
+    return backend.parallel.dp_rank == backend.parallel.dp_size - 1
+
+
+def _meet(backend: TrainBackend) -> None:
+    if backend.groups.control is not None:
+        torch.distributed.barrier(group=backend.groups.control)
+    elif backend.groups.world is not None:
+        torch.distributed.barrier(group=backend.groups.world)
+
+
+def _modes() -> list[bool]:
+    return [one.training for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+
+
+def _live_tensor_bytes() -> int:
+    """Bytes of every distinct storage that a live tensor has, on any device."""
+    sizes = {}
+    for one in gc.get_objects():
+        if type(one) in (Tensor, nn.Parameter) and one.device.type != "meta":
+            storage = one.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def _resident_bytes() -> int:
+    """Resident memory of this process; 0 where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")

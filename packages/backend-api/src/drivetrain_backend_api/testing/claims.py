@@ -1,0 +1,100 @@
+"""What the suite found: each claim with its difference, its tolerance and the reason for that tolerance.
+
+Never imports torch, since the pytest plugin reads and writes claims.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+"""Version of the report's layout."""
+
+
+class Verdict(StrEnum):
+    """How a claim came out."""
+
+    HOLDS = "holds"
+    BROKEN = "broken"
+    NOT_CLAIMED = "not claimed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """How far something may be off, and why that far."""
+
+    value: float
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One thing that was judged.
+
+    Attributes:
+        test: the test that judged it.
+        what: in a few words.
+        where: layout, and case within it.
+        verdict: how it came out.
+        difference: what was measured; None for a claim that is not about a number.
+        tolerance: the largest difference that holds.
+        why: reason for the tolerance, or what else was seen.
+    """
+
+    test: str
+    what: str
+    where: str
+    verdict: Verdict
+    difference: float | None = None
+    tolerance: float | None = None
+    why: str = ""
+
+
+class Claims:
+    """Collects the claims of one backend."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.found: list[Claim] = []
+
+    def close(self, test: str, what: str, where: str, difference: float, tolerance: Tolerance) -> str | None:
+        """Note a difference; returns what is wrong when it is beyond the tolerance, or not a number."""
+        holds = difference <= tolerance.value
+        self._note(test, what, where, holds, difference=difference, tolerance=tolerance.value, why=tolerance.why)
+        if holds:
+            return None
+        return f"{what} ({where}): off by {difference:.3g}, allowed is {tolerance.value:.3g}: {tolerance.why}"
+
+    def true(self, test: str, what: str, where: str, holds: bool, seen: str = "") -> str | None:
+        """Note a fact; returns what is wrong when it does not hold."""
+        self._note(test, what, where, holds, why=seen)
+        return None if holds else f"{what} ({where}) does not hold" + (f": {seen}" if seen else "")
+
+    def not_claimed(self, test: str, what: str) -> None:
+        """Note what the backend's capabilities leave out."""
+        self.found.append(Claim(test=test, what=what, where="", verdict=Verdict.NOT_CLAIMED))
+
+    def _note(self, test: str, what: str, where: str, holds: bool, **more: Any) -> None:
+        verdict = Verdict.HOLDS if holds else Verdict.BROKEN
+        self.found.append(Claim(test=test, what=what, where=where, verdict=verdict, **more))
+
+
+def write_report(path: Path, found: Sequence[Claims], facts: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write every claim of every backend judged, aside first.
+
+    Args:
+        path: the file.
+        found: the claims.
+        facts: for each backend, what it is: distribution, versions, capabilities.
+    """
+    backends = []
+    for name in dict.fromkeys(one.backend for one in found):
+        claims = [claim for one in found if one.backend == name for claim in one.found]
+        counts = {verdict.value: sum(claim.verdict is verdict for claim in claims) for verdict in Verdict}
+        backends.append({"backend": name, **facts.get(name, {}), "counts": counts, "claims": list(map(asdict, claims))})
+    aside = path.with_name(path.name + ".partial")
+    aside.write_text(json.dumps({"format": FORMAT, "backends": backends}, indent=1, allow_nan=True) + "\n")
+    aside.replace(path)

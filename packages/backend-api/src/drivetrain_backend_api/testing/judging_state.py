@@ -1,0 +1,236 @@
+"""Tests of what lasts: checkpoints, sleep and wake-up, weights under tags. Same layout, same bits."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from drivetrain_backend_api.testing import comparing, tolerances
+from drivetrain_backend_api.testing.damage import DAMAGES, files_of
+from drivetrain_backend_api.testing.judge import Action, Judge, act
+from drivetrain_backend_api.testing.layouts import Layout
+from drivetrain_backend_api.testing.ranks import RanksFailedError
+
+FIRST: Mapping[str, Any] = {"samples": 8, "seed": 1}
+SECOND: Mapping[str, Any] = {"samples": 8, "seed": 2}
+
+OPTIONS: Mapping[str, Any] = {
+    "global_batch_size": 4,
+    "lr_decay_style": "cosine",
+    "lr_warmup_iters": 1,
+    "lr_decay_iters": 6,
+}
+"""A schedule whose every step has another rate."""
+
+# One overflow in the first rollout, then steps without: a scale that is not restored overflows again.
+FP16: Mapping[str, Any] = {"initial_loss_scale": 2.0**24, "loss_scale_window": 2}
+
+SLEEPS: Mapping[str, tuple[Action, ...]] = {
+    "sleep, wake": (act("sleep"), act("wake")),
+    "weights only, wake": (act("sleep", keep_weights=True), act("wake")),
+    "weights only, sleep, weights only, wake": (
+        act("sleep", keep_weights=True),
+        act("sleep"),
+        act("wake", weights_only=True),
+        act("wake"),
+    ),
+}
+
+
+class StateTests:
+    """Checkpoints, sleep, tags."""
+
+    def test_a_resumed_run_is_the_same_run(self, judge: Judge, layout: Layout, precision: str) -> None:
+        """Save, end, load in fresh processes: the next steps are bitwise those of the run that went on."""
+        options = {**OPTIONS, **(FP16 if precision == "fp16" else {})}
+        folder = judge.folder / f"checkpoint-{layout.label}-{precision}"
+        went_on = judge.play(
+            layout,
+            [
+                act("setup"),
+                act("train", rollout=FIRST),
+                act("draw_random"),
+                act("save", folder=str(folder)),
+                act("random_state"),
+                act("export", "saved", dtype="float32"),
+                act("train", "next", rollout=SECOND, rollout_id=1),
+                act("export", dtype="float32"),
+            ],
+            precision=precision,
+            **options,
+        )
+        resumed = judge.play(
+            layout,
+            [
+                act("setup"),
+                act("random_state"),
+                act("export", "saved", dtype="float32"),
+                act("train", "next", rollout=SECOND, rollout_id=1),
+                act("export", dtype="float32"),
+            ],
+            precision=precision,
+            load=str(folder),
+            **options,
+        )
+        with judge.check(f"{layout.label}, {precision}") as check:
+            for rank, (one, other) in enumerate(zip(resumed, went_on)):
+                found = one["setup"]["next_rollout_id"]
+                check.true(f"the next rollout id on rank {rank} is 1", found == 1, found)
+                for what in ("random_state", "saved"):
+                    check.same(f"{what} on rank {rank}", comparing.different(one[what], other[what]))
+                metrics = comparing.different(one["next"]["metrics"], other["next"]["metrics"])
+                check.same(f"metrics of the next steps on rank {rank}", metrics)
+                check.same(f"weights after them on rank {rank}", comparing.different(one["export"], other["export"]))
+            if precision == "fp16":
+                skipped = sum(one["skipped_steps"] for one in went_on[0]["train"]["metrics"])
+                check.true("the first rollout had an overflow", skipped > 0, skipped)
+
+    def test_a_checkpoint_loads_under_another_layout(self, judge: Judge, layout: Layout, source: Layout) -> None:
+        """Weights are exact, and the next steps are within tolerance."""
+        folder = judge.folder / f"checkpoint-of-{source.label}"
+        last = [
+            act("export", "saved", dtype="float32"),
+            act("train", "next", rollout=SECOND, rollout_id=1),
+            act("export", dtype="float32"),
+        ]
+        first = [act("setup"), act("train", rollout=FIRST), act("save", folder=str(folder))]
+        went_on = judge.play(source, [*first, *last], once=True, **OPTIONS)
+        moved = judge.play(layout, [act("setup"), *last], load=str(folder), **OPTIONS)
+        with judge.check(f"from {source.label} to {layout.label}") as check:
+            names = comparing.different(moved[0]["saved"]["tensors"], went_on[0]["saved"]["tensors"])
+            check.same("weights", names)
+            found, expected = moved[0]["next"]["metrics"], went_on[0]["next"]["metrics"]
+            for name in ("loss", "grad_norm", "lr"):
+                off = comparing.scalars([one[name] for one in found], [one[name] for one in expected])
+                check.close(f"{name} of the next steps", off, tolerances.FP32)
+            weights = comparing.tensors(moved[0]["export"]["tensors"], went_on[0]["export"]["tensors"])
+            check.close("weights after them", weights, tolerances.BETWEEN_LAYOUTS)
+            ids = [one["setup"]["next_rollout_id"] for one in moved]
+            check.true("the next rollout id is 1 on all ranks", set(ids) == {1}, ids)
+
+    def test_a_damaged_checkpoint_is_refused(self, judge: Judge, layout: Layout, damage: str) -> None:
+        """A file that is missing, cut short, empty, changed in one byte or another checkpoint's is named."""
+        save = [act("setup"), act("train", rollout=FIRST), act("save", folder="")]
+        whole, other = (judge.folder / f"whole-{layout.label}-{one}" for one in ("this", "that"))
+        for folder, rollout in ((whole, FIRST), (other, SECOND)):
+            if not folder.exists():
+                save = [act("setup"), act("train", rollout=rollout), act("save", folder=str(folder))]
+                judge.play(layout, save)
+        with judge.check(f"{layout.label}, {damage}") as check:
+            for name in files_of(whole):
+                hurt = judge.folder / f"hurt-{layout.label}"
+                shutil.rmtree(hurt, ignore_errors=True)
+                shutil.copytree(whole, hurt)
+                if not DAMAGES[damage](hurt / name, other / name):
+                    continue
+                seen = _load_failure(judge, layout, hurt)
+                named = Path(name).name in seen or name in seen
+                check.true(f"{name} is named", named, seen or "it was loaded without an error")
+
+    def test_a_checkpoint_of_another_model_is_refused(self, judge: Judge, layout: Layout) -> None:
+        """The error names the folder."""
+        folder = judge.folder / f"another-model-{layout.label}"
+        judge.play(layout, [act("setup"), act("save", folder=str(folder))], model=judge.model("llama"))
+        with judge.check(layout.label) as check:
+            seen = _load_failure(judge, layout, folder)
+            check.true("the folder is named", str(folder) in seen, seen or "it was loaded without an error")
+
+    def test_sleep_keeps_every_bit(self, judge: Judge, layout: Layout, nap: str) -> None:
+        """Training goes on after sleep and wake-up as if nothing had happened, on all ranks."""
+        first, second = act("train", rollout=FIRST), act("train", "next", rollout=SECOND, rollout_id=1)
+        ending = [second, act("export", dtype="float32")]
+        awake = judge.play(layout, [act("setup"), first, *ending], once=True, **OPTIONS)
+        # a second nap reuses the host's buffers
+        slept = judge.play(layout, [act("setup"), *SLEEPS[nap], first, *SLEEPS[nap], *ending], **OPTIONS)
+        with judge.check(f"{layout.label}, {nap}") as check:
+            for rank, (one, other) in enumerate(zip(slept, awake)):
+                for what in ("next", "export"):
+                    check.same(f"{what} on rank {rank}", comparing.different(one[what], other[what]))
+
+    def test_weights_alone_are_enough_for_an_export(self, judge: Judge, layout: Layout) -> None:
+        """After sleep(keep_weights) and after wake_up(weights_only) an export gives the same bits; states are right."""
+        actions = [
+            act("setup"),
+            act("train", rollout=FIRST),
+            act("export", "awake"),
+            act("sleep", "kept", keep_weights=True),
+            act("export", "weights kept"),
+            act("sleep", "asleep"),
+            act("wake", "woken", weights_only=True),
+            act("export", "weights woken"),
+            act("wake", "awake again"),
+            act("export", "awake at last"),
+        ]
+        results = judge.play(layout, actions)
+        with judge.check(layout.label) as check:
+            for rank, one in enumerate(results):
+                for what in ("weights kept", "weights woken", "awake at last"):
+                    check.same(f"{what} on rank {rank}", comparing.different(one[what], one["awake"]))
+                states = [one[name] for name in ("kept", "asleep", "woken", "awake again")]
+                expected = ["WEIGHTS_ONLY", "ASLEEP", "WEIGHTS_ONLY", "AWAKE"]
+                check.true(f"states on rank {rank}", states == expected, states)
+
+    def test_sleep_does_not_grow(self, judge: Judge, layout: Layout) -> None:
+        """Twelve cycles end with the memory that the second one ended with."""
+        actions = [act("setup"), act("train", rollout=FIRST), act("cycle", times=12), act("train", "next", rollout=SECOND)]
+        results = judge.play(layout, actions)
+        with judge.check(layout.label) as check:
+            for rank, one in enumerate(results):
+                tensors, resident = one["cycle"]["tensors"], one["cycle"]["resident"]
+                check.close(f"bytes of tensors on rank {rank}", tensors[-1] - tensors[1], tolerances.TENSOR_BYTES)
+                growth = resident[-1] - resident[1]
+                check.close(f"bytes resident on rank {rank}", growth, tolerances.RESIDENT_BYTES)
+
+    def test_tags_switch_bit_for_bit(self, judge: Judge, layout: Layout) -> None:
+        """Weights come and go under tags; the optimizer does not notice; no training under another tag."""
+        tag = "spare"
+        train = act("train", rollout=FIRST)
+        ending = [act("train", "next", rollout=SECOND, rollout_id=1), act("export", "end", dtype="float32")]
+        results = judge.play(
+            layout,
+            [
+                act("setup"),
+                act("export", "initial", dtype="float32"),
+                act("log_probs", "under initial", rollout=FIRST),
+                act("weights_tag", call="backup_weights", tag=tag),
+                train,
+                act("export", "trained", dtype="float32"),
+                act("weights_tag", "live", call="switch_weights", tag=tag),
+                act("export", "switched", dtype="float32"),
+                act("log_probs", "under spare", rollout=FIRST),
+                act("refused", "no training", action=act("train", rollout=FIRST)),
+                act("refused", "no save", action=act("bare", call="save_checkpoint")),
+                act("refused", "unknown", action=act("weights_tag", call="switch_weights", tag="nobody")),
+                act("weights_tag", call="switch_weights", tag="policy"),
+                act("export", "back", dtype="float32"),
+                *ending,
+                act("weights_tag", call="restore_weights", tag=tag),
+                act("export", "restored", dtype="float32"),
+            ],
+            **OPTIONS,
+        )
+        plain = judge.play(layout, [act("setup"), train, *ending], once=True, **OPTIONS)
+        pairs = (("switched", "initial"), ("under spare", "under initial"), ("back", "trained"), ("restored", "initial"))
+        with judge.check(layout.label) as check:
+            for rank, (one, other) in enumerate(zip(results, plain)):
+                for found, expected in pairs:
+                    names = comparing.different(one[found], one[expected])
+                    check.same(f"{found} as {expected} on rank {rank}", names)
+                check.same(f"weights trained on rank {rank}", comparing.different(one["end"], other["end"]))
+                check.true("the live tag is told", one["live"] == tag, one["live"])
+                for name in ("no training", "no save"):
+                    told = one[name]["kind"] == "IllegalStateError" and tag in one[name]["message"]
+                    check.true(f"{name} under another tag", told, one[name]["message"])
+                told = "nobody" in one["unknown"]["message"] and one["unknown"]["kind"] == "IllegalStateError"
+                check.true("an unknown tag is named", told, one["unknown"]["message"])
+
+
+def _load_failure(judge: Judge, layout: Layout, folder: Path) -> str:
+    """Return what every rank says when it loads a folder; "" when it did not fail with an error of the contract."""
+    try:
+        actions = [act("refused", action=act("setup"))]
+        results = judge.play(layout, actions, load=str(folder))
+    except RanksFailedError as error:
+        return f"not an error of the contract: {error}".replace(str(folder), "the folder")
+    messages = [one["refused"]["message"] for one in results if one["refused"]["kind"]]
+    return messages[0] if len(messages) == layout.ranks else ""

@@ -1,0 +1,56 @@
+"""The parallel layouts that a backend claims, as a product of the kinds of parallelism. Never imports torch."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+KINDS = ("dp", "tp", "sp", "pp", "cp")
+"""Kinds of parallelism that the suite judges. Expert parallelism needs a mixture of experts, which it does not make."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How many ranks each kind of parallelism has; `sp` is sequence parallelism over the tensor-parallel ranks."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    sp: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def label(self) -> str:
+        """Short name, for example "dp2-tp2-sp"; "single" for one rank."""
+        sizes = [f"{kind}{size}" for kind in ("dp", "tp", "pp", "cp") if (size := getattr(self, kind)) > 1]
+        return "-".join(sizes + ["sp"] * self.sp) or "single"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that ask a backend for this layout, under Megatron's names; data parallelism is what is left."""
+        options: dict[str, Any] = {
+            f"{name}_model_parallel_size" if name != "context" else "context_parallel_size": size
+            for name, size in (("tensor", self.tp), ("pipeline", self.pp), ("context", self.cp))
+            if size > 1
+        }
+        return options | ({"sequence_parallel": True} if self.sp else {})
+
+
+def claimed_layouts(parallelism: Sequence[str], ranks: int) -> list[Layout]:
+    """List every layout of so many ranks whose kinds are all claimed; one rank is always claimed."""
+    sizes = [one for one in range(1, ranks + 1) if ranks % one == 0]
+    found = []
+    for dp, tp, pp, cp in itertools.product(sizes, repeat=4):
+        layout = Layout(dp=dp, tp=tp, pp=pp, cp=cp)
+        needed = {kind for kind in ("dp", "tp", "pp", "cp") if getattr(layout, kind) > 1}
+        if layout.ranks != ranks or not needed <= set(parallelism):
+            continue
+        found.append(layout)
+        if tp > 1 and "sp" in parallelism:
+            found.append(Layout(dp=dp, tp=tp, pp=pp, cp=cp, sp=True))
+    return found

@@ -1,0 +1,47 @@
+"""Tiny Hugging Face model folders, made on the spot: three architectures, tied and untied embeddings."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+VOCABULARY = 67
+"""Odd, so that a vocabulary cut over ranks needs padding."""
+
+ARCHITECTURES = ("qwen3", "llama", "qwen2")
+MODELS = tuple(f"{kind}{tied}" for kind in ARCHITECTURES for tied in ("", "-tied"))
+"""Every model that the suite knows."""
+
+
+def tiny_config(model: str) -> PretrainedConfig:
+    """Configure one of `MODELS`: four blocks, for pipelines of four stages; four groups of two attention heads."""
+    kind, _, tied = model.partition("-")
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": bool(tied),
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if kind == "qwen3":
+        return Qwen3Config(head_dim=6, **sizes)  # of its norms' six values the last of four ranks holds none
+    return {"llama": LlamaConfig, "qwen2": Qwen2Config}[kind](**sizes)
+
+
+def make_model(folder: Path, model: str, *, seed: int = 0, dtype: str = "float32") -> Path:
+    """Save a random model whose weights are large enough for its log-probs to be far from uniform."""
+    generator = torch.Generator().manual_seed(seed)
+    module = AutoModelForCausalLM.from_config(tiny_config(model))
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            centre = 1.0 if "norm" in name else 0.0
+            parameter.copy_(centre + 0.12 * torch.randn(parameter.shape, generator=generator))
+    module.to(getattr(torch, dtype)).save_pretrained(folder)
+    return folder

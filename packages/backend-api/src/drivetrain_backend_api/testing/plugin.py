@@ -1,0 +1,72 @@
+"""The pytest plugin of the suite: its options and its report. pytest imports it at every start, so it imports no torch."""
+
+from pathlib import Path
+
+import pytest
+
+from drivetrain_backend_api.testing.claims import Claims, Verdict, write_report
+
+CLAIMS: pytest.StashKey[list[Claims]] = pytest.StashKey()
+FACTS: pytest.StashKey[dict[str, dict[str, object]]] = pytest.StashKey()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the suite's options."""
+    group = parser.getgroup("drivetrain", "Drivetrain conformance suite")
+    group.addoption("--train-backend", metavar="NAME", help="train backend that drivetrain_backend_api.testing judges")
+    group.addoption(
+        "--conformance-ranks",
+        metavar="N[,N...]",
+        help="numbers of ranks to judge on (default: those of the suite's class, else 1,2,4)",
+    )
+    group.addoption(
+        "--conformance-report", metavar="FILE.json", help="write every claim with its difference and tolerance there"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Check what was given, before anything is collected."""
+    config.stash[CLAIMS] = []
+    config.stash[FACTS] = {}
+    report = config.getoption("--conformance-report")
+    if report and (Path(report).is_dir() or not Path(report).absolute().parent.is_dir()):
+        raise pytest.UsageError(f"--conformance-report {report}: its folder must exist, and it must not be a folder")
+    chosen_ranks(config)
+
+
+def chosen_ranks(config: pytest.Config) -> tuple[int, ...] | None:
+    """Read --conformance-ranks; None when it is not given."""
+    text = config.getoption("--conformance-ranks")
+    if text is None:
+        return None
+    try:
+        ranks = tuple(sorted({int(one) for one in text.split(",")}))
+    except ValueError:
+        ranks = ()
+    if not ranks or ranks[0] < 1:
+        raise pytest.UsageError(f"--conformance-ranks {text}: give numbers of processes, for example 1,2")
+    return ranks
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the report."""
+    report = session.config.getoption("--conformance-report")
+    if report:
+        write_report(Path(report), session.config.stash[CLAIMS], session.config.stash[FACTS])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say in a few lines what was judged and what was not claimed."""
+    for backend in dict.fromkeys(one.backend for one in config.stash[CLAIMS]):
+        claims = [claim for one in config.stash[CLAIMS] if one.backend == backend for claim in one.found]
+        if not claims:
+            continue
+        count = {verdict: sum(one.verdict is verdict for one in claims) for verdict in Verdict}
+        left_out = dict.fromkeys(one.what for one in claims if one.verdict is Verdict.NOT_CLAIMED)
+        terminalreporter.section(f"conformance of {backend}")
+        terminalreporter.write_line(f"{count[Verdict.HOLDS]} claims hold, {count[Verdict.BROKEN]} are broken")
+        if left_out:
+            terminalreporter.write_line(f"not claimed: {', '.join(left_out)}")
+    report = config.getoption("--conformance-report")
+    if report:
+        terminalreporter.write_line(f"report: {report}")

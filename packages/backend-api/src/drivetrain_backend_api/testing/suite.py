@@ -1,0 +1,184 @@
+"""`ConformanceSuite`: the tests that any train backend must pass. Subclass it, and say which backend.
+
+    class TestMine(ConformanceSuite):
+        backend = "mine"
+
+What the backend's capabilities claim decides which layouts and precisions are judged. Each test is one promise of the
+contract, held against a plain single-process reference or against the backend's own undisturbed run.
+"""
+
+from collections.abc import Iterator, Mapping
+from importlib.metadata import entry_points, version
+from typing import Any, ClassVar
+
+import pytest
+
+from drivetrain_backend_api.discovery import TRAIN_BACKENDS, load_spec
+from drivetrain_backend_api.errors import DrivetrainError
+from drivetrain_backend_api.spec import BackendSpec, Capabilities
+from drivetrain_backend_api.testing.cases import CASES
+from drivetrain_backend_api.testing.claims import Claims
+from drivetrain_backend_api.testing.damage import DAMAGES
+from drivetrain_backend_api.testing.judge import Judge
+from drivetrain_backend_api.testing.judging_contract import ContractTests
+from drivetrain_backend_api.testing.judging_numbers import NumbersTests
+from drivetrain_backend_api.testing.judging_state import SLEEPS, StateTests
+from drivetrain_backend_api.testing.judging_weights import WeightsTests
+from drivetrain_backend_api.testing.layouts import KINDS, Layout, claimed_layouts
+from drivetrain_backend_api.testing.plugin import CLAIMS, FACTS, chosen_ranks
+from drivetrain_backend_api.testing.ranks import Ranks
+
+EXPORTED = ("qwen3-tied", "llama", "qwen2-tied")
+"""Models whose exports are compared with `save_pretrained`: each architecture, tied and not."""
+
+
+class ConformanceSuite(NumbersTests, StateTests, WeightsTests, ContractTests):
+    """All standard tests. Those of a subclass's own come on top.
+
+    Attributes:
+        backend: entry point name; None takes --train-backend.
+        options: of the backend's configuration, in every run of the suite.
+        world_sizes: numbers of ranks; --conformance-ranks narrows them.
+        exceptions: standard test that the subclass removes (sets to None) or overrides -> the reason.
+    """
+
+    backend: ClassVar[str | None] = None
+    options: ClassVar[Mapping[str, Any]] = {}
+    world_sizes: ClassVar[tuple[int, ...]] = (1, 2, 4)
+    exceptions: ClassVar[Mapping[str, str]] = {}
+
+    @pytest.fixture(scope="class")
+    def judge(self, request: pytest.FixtureRequest) -> Iterator[Judge]:
+        """Everything a test needs of the backend; its processes end with the class."""
+        spec = _spec_of(request.cls, request.config)
+        claims = Claims(spec.name)
+        request.config.stash[CLAIMS].append(claims)
+        request.config.stash[FACTS][spec.name] = _facts(spec)
+        environment = spec.worker_env(spec.config_class(hf_checkpoint="none", **self.options))
+        with Ranks(spec.name, environment) as ranks:
+            yield Judge(spec, self.options, ranks, claims)
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Draw layouts and precisions from what the backend claims."""
+        spec = _spec_of(type(self), metafunc.config)
+        layouts = _layouts(type(self), metafunc.config, spec.capabilities)
+        name = metafunc.function.__name__
+        if "source" in metafunc.fixturenames:
+            pairs = _pairs(layouts) if spec.capabilities.resharding else []
+            ids = [f"{source.label}-to-{target.label}" for target, source in pairs]
+            metafunc.parametrize(("layout", "source"), pairs, ids=ids)
+            return
+        if "layout" in metafunc.fixturenames:
+            if name == "test_a_rank_that_raises_ends_the_others":
+                layouts = [one for one in layouts if one.ranks > 1]
+            if name == "test_a_damaged_checkpoint_is_refused":
+                layouts = _fewest(layouts)
+            metafunc.parametrize("layout", layouts, ids=[one.label for one in layouts])
+        for fixture, (values, ids) in _choices(spec, name).items():
+            if fixture in metafunc.fixturenames:
+                metafunc.parametrize(fixture, values, ids=ids)
+
+    def test_what_is_not_claimed(self, judge: Judge, unclaimed: str) -> None:
+        """Reports, for each thing that this backend does not claim, that nothing of it was judged."""
+        judge.claims.not_claimed("test_what_is_not_claimed", unclaimed)
+        pytest.skip(f"not claimed: {unclaimed}")
+
+    def test_no_standard_test_was_removed_or_overridden(self, request: pytest.FixtureRequest) -> None:
+        """A subclass that leaves a standard test out, or puts its own in its place, says why in `exceptions`."""
+        problems = changed_tests(request.cls)
+        assert not problems, "\n".join(problems)
+
+
+def changed_tests(suite: type[ConformanceSuite]) -> list[str]:
+    """Say what a subclass changed of the standard tests without giving a reason."""
+    standard = {name: one for name in dir(ConformanceSuite) if _guarded(name, one := getattr(ConformanceSuite, name))}
+    problems = []
+    for name, original in standard.items():
+        reason = suite.exceptions.get(name, "").strip()
+        if getattr(suite, name, None) is not original and not reason:
+            problems.append(
+                f"{suite.__name__} removed or overrode {name}; leave it as it is, or give the reason: "
+                f'exceptions = {{"{name}": "..."}}'
+            )
+    unknown = sorted(set(suite.exceptions) - set(standard))
+    problems += [f"{suite.__name__}.exceptions names {name!r}, which is no standard test" for name in unknown]
+    return problems
+
+
+def _guarded(name: str, value: Any) -> bool:
+    return name.startswith("test_") or name in ("judge", "pytest_generate_tests") and callable(value)
+
+
+def _spec_of(suite: type[ConformanceSuite], config: pytest.Config) -> BackendSpec:
+    name = suite.backend or config.getoption("--train-backend")
+    installed = ", ".join(sorted({one.name for one in entry_points(group=TRAIN_BACKENDS.group)})) or "none"
+    if not name:
+        raise pytest.UsageError(f"which train backend? give --train-backend NAME (installed: {installed})")
+    try:
+        spec = load_spec(TRAIN_BACKENDS, name)
+    except DrivetrainError as error:
+        raise pytest.UsageError(f"--train-backend {name}: {error}") from error
+    assert isinstance(spec, BackendSpec)
+    return spec
+
+
+def _layouts(suite: type[ConformanceSuite], config: pytest.Config, capabilities: Capabilities) -> list[Layout]:
+    chosen = chosen_ranks(config)
+    sizes = [one for one in suite.world_sizes if chosen is None or one in chosen]
+    return [layout for size in sizes for layout in claimed_layouts(capabilities.parallelism, size)]
+
+
+def _fewest(layouts: list[Layout]) -> list[Layout]:
+    """One layout of the fewest ranks, and one of the next number: what a file says does not depend on more."""
+    sizes = sorted({one.ranks for one in layouts})[:2]
+    return [next(one for one in layouts if one.ranks == size) for size in sizes]
+
+
+def _pairs(layouts: list[Layout]) -> list[tuple[Layout, Layout]]:
+    """(target, source): each layout from the one before it, and the first from the last."""
+    return [(target, layouts[place - 1]) for place, target in enumerate(layouts) if len(layouts) > 1]
+
+
+def _choices(spec: BackendSpec, test: str) -> dict[str, tuple[list[Any], list[str]]]:
+    """For each parametrised fixture: its values and their ids."""
+    claimed = spec.capabilities
+    kept = [dict(one) for one in spec.neutral_options]
+    if claimed.cpu_offload:
+        kept.append({"optimizer_cpu_offload": True})
+    frozen = [name for name, how in (("ref", claimed.reference), ("teacher", claimed.teacher)) if how]
+    low = [one for one in claimed.precisions if one != "fp32"]
+    cases = list(CASES[:1] if test == "test_options_keep_the_numbers" else CASES)
+    return {
+        "case": (cases, [one.name for one in cases]),
+        "kept": (kept, ["-".join(one) for one in kept]),
+        "precision": (list(claimed.precisions), list(claimed.precisions)),
+        "low_precision": (low, low),
+        "frozen": (frozen, frozen),
+        "damage": (list(DAMAGES), [one.replace(" ", "-") for one in DAMAGES]),
+        "nap": (list(SLEEPS), [one.replace(",", "").replace(" ", "-") for one in SLEEPS]),
+        "exported": (list(EXPORTED), list(EXPORTED)),
+        "holders": (["all", "stage_lead", "rank0"], ["all", "stage_lead", "rank0"]),
+        "poison": (["nan", "inf"], ["nan", "inf"]),
+        "unclaimed": (_unclaimed(claimed), _unclaimed(claimed)),
+    }
+
+
+def _unclaimed(claimed: Capabilities) -> list[str]:
+    """Everything that a backend could claim and this one does not."""
+    missing = [kind for kind in KINDS if kind not in claimed.parallelism]
+    missing += [one for one in ("bf16", "fp16", "fp32") if one not in claimed.precisions]
+    names = ("cpu_offload", "reference", "teacher", "resharding", "async_save")
+    return missing + [name for name in names if not getattr(claimed, name)]
+
+
+def _facts(spec: BackendSpec) -> dict[str, Any]:
+    """What a report says of the backend that was judged."""
+    (entry,) = (one for one in entry_points(group=TRAIN_BACKENDS.group) if one.name == spec.name)
+    return {
+        "distribution": entry.dist.name if entry.dist else "",
+        "version": entry.dist.version if entry.dist else "",
+        "api_version": spec.api_version,
+        "capabilities": vars(spec.capabilities) if hasattr(spec.capabilities, "__dict__") else {},
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+    }

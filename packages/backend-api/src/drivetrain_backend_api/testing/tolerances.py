@@ -1,0 +1,29 @@
+"""How far a backend may be from the reference, and why that far. Not the backend's to choose."""
+
+from drivetrain_backend_api.testing.claims import Tolerance
+
+FP32 = Tolerance(value=1e-5, why="fp32 sums in another order than the reference's; relative where above 1")
+FP32_WEIGHTS = Tolerance(
+    value=1e-5, why="fp32 sums in another order; relative to each weight's norm, after several optimizer steps"
+)
+GRAD_NORM = Tolerance(value=1e-5, why="fp32 gradients summed in another order; relative, below 0.001 to that")
+LEARNING_RATE = Tolerance(value=1e-12, why="the schedule is computed in float64 on both sides")
+BETWEEN_LAYOUTS = Tolerance(value=1e-5, why="the same sums in another order in fp32; relative to each weight's norm")
+FIRST_STEP = Tolerance(value=1e-6, why="the same weights, packing and kernels, with and without gradients")
+LOW_PRECISION_LOG_PROBS = {
+    "bf16": Tolerance(value=0.06, why="bf16 keeps 8 bits of each activation; relative where above 1"),
+    "fp16": Tolerance(value=0.01, why="fp16 keeps 11 bits of each activation; relative where above 1"),
+}
+LOW_PRECISION_UPDATE = {
+    "bf16": Tolerance(
+        value=0.25,
+        why="bf16 gradients carry 8 bits and Adam divides by their size; weights kept in bf16 would lose the update",
+    ),
+    "fp16": Tolerance(
+        value=0.05,
+        why="fp16 gradients carry 11 bits and Adam divides by their size; unscaled ones would underflow to zero",
+    ),
+}
+TENSOR_BYTES = Tolerance(value=0.0, why="every cycle ends with the tensors it began with")
+RESIDENT_BYTES = Tolerance(value=8 * 2**20, why="the allocator's own arenas; bytes of resident memory over ten cycles")
+RAISED_SECONDS = Tolerance(value=30.0, why="seconds until every other rank has ended too, far below the deadline")
