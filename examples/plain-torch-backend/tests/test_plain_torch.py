@@ -75,7 +75,7 @@ def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
     weights = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     (folder / "model.safetensors").unlink()
     torch.save(weights, folder / "pytorch_model.bin")
-    with pytest.raises(DataError, match="model.safetensors is missing"):
+    with pytest.raises(DataError, match=r"model\.safetensors is missing"):
         backend(folder).setup()
 
 

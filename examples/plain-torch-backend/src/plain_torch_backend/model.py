@@ -141,10 +141,14 @@ class PackedOutput(ModelOutput):
 
 
 def run_model(model: PreTrainedModel, batch: MicroBatch, *, temperature: float, chunk_size: int) -> PackedOutput:
-    """Run a micro-batch one sequence after another, so that none can see another's tokens."""
+    """Run a micro-batch in groups of equally long sequences: no padding, and none sees another's tokens."""
     sequences = torch.split(batch.input_ids, batch.cu_seqlens.diff().tolist())
+    hidden: dict[int, Tensor] = {}
+    for length in {len(one) for one in sequences}:
+        places = [place for place, one in enumerate(sequences) if len(one) == length]
+        hidden |= zip(places, _hidden_states(model, torch.stack([sequences[place] for place in places])))
     return PackedOutput(
-        hidden=torch.cat([_hidden_states(model, one) for one in sequences]),
+        hidden=torch.cat([hidden[place] for place in range(len(sequences))]),
         head=_head_of(model),
         labels=batch.labels,
         temperature=temperature,
@@ -165,8 +169,8 @@ def require_same_weights(expected: Mapping[str, Tensor], found: Mapping[str, Ten
 
 
 def _hidden_states(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
-    """Run everything before the head on one sequence: [T] -> [T, H]."""
-    hidden: Tensor = model.base_model(input_ids=input_ids[None], use_cache=False).last_hidden_state[0]
+    """Run everything before the head: [S, T] -> [S, T, H]."""
+    hidden: Tensor = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
     return hidden
 
 
@@ -180,7 +184,7 @@ def _head_of(model: PreTrainedModel) -> Head:
 @torch.no_grad()
 def _prove_head(model: PreTrainedModel) -> None:
     """Compare hidden states times head weight with the model's own logits, which may be scaled or capped."""
-    ids, head = torch.arange(min(16, model.config.vocab_size)), _head_of(model)
+    ids, head = torch.arange(min(16, model.config.vocab_size))[None], _head_of(model)
     found = nn.functional.linear(_hidden_states(model, ids), head.weight, head.bias)
-    if not torch.allclose(found, model(input_ids=ids[None], use_cache=False).logits[0], rtol=1e-5, atol=1e-6):
+    if not torch.allclose(found, model(input_ids=ids, use_cache=False).logits, rtol=1e-5, atol=1e-6):
         raise UnsupportedModelError(f"{type(model).__name__}: logits are more than hidden states times the head weight")
