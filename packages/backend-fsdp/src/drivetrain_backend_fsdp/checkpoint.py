@@ -33,10 +33,13 @@ from drivetrain_backend_fsdp.checkpoint_files import (
     STATE,
     TENSORS,
     TrainerState,
+    checksums_of,
     read_metadata,
     read_random_state,
     read_state,
     rng_file,
+    verify_checksums,
+    write_checksums,
 )
 from drivetrain_backend_fsdp.collectives import gathered, together
 from drivetrain_backend_fsdp.hf_checkpoint import TensorHeader, read_config, read_headers
@@ -100,6 +103,9 @@ def save_checkpoint(
         )
     except CheckpointException as error:
         raise DrivetrainError(f"writing the checkpoint {folder} failed: {_first_failure(error)}") from error
+    parts = gathered(together(lambda: checksums_of(folder, rank, ranks), control), control)
+    checksums = {name: one for part in parts for name, one in part.items()}
+    together(lambda: write_checksums(folder, checksums) if rank == 0 else None, control)
 
 
 def load_checkpoint(
@@ -119,8 +125,11 @@ def load_checkpoint(
         DataError: no checkpoint, a damaged one, or one of another model; or ranks that see different ones.
     """
 
+    rank, ranks = model.mesh.get_rank(), model.mesh.size()
+
     def look() -> TrainerState:
         state = read_state(folder)
+        verify_checksums(folder, rank, ranks, same_ranks=state.world_size == ranks)
         tensors = _tensors(model, optimizer)
         _check_fit(folder, read_metadata(folder), {name: tuple(one.shape) for name, one in tensors.items()})
         return state
@@ -140,8 +149,8 @@ def load_checkpoint(
     optimizer.steps = state.optimizer_steps
     if scaler.enabled:
         scaler.scale, scaler.good_steps = state.loss_scale, state.loss_scale_good_steps
-    if state.world_size == model.mesh.size():
-        together(lambda: _restore_random_state(rng_file(folder, model.mesh.get_rank()), device), control)
+    if state.world_size == ranks:
+        together(lambda: _restore_random_state(rng_file(folder, rank), device), control)
     return state.next_rollout_id
 
 
@@ -163,6 +172,7 @@ def export_checkpoint(folder: Path, hf_checkpoint: Path, out: Path, dtype: torch
         raise DataError(f"--out {out} exists already; give a folder that does not")
     read_state(folder)
     metadata = read_metadata(folder)
+    verify_checksums(folder, 0, 1, same_ranks=False)
     stored = {
         name.removeprefix(_MODEL_PREFIX): one
         for name, one in metadata.state_dict_metadata.items()

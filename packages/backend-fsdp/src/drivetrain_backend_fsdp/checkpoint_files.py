@@ -1,15 +1,17 @@
 """The files of a checkpoint folder: what they are called, how they are read, and whether all of them are whole.
 
-A folder holds `dcp/` (weights and Adam's moments, sharded), `trainer_state.json` (the scalars) and one
-`rng_rank*.safetensors` a rank. Nothing in it is trusted: the metadata of `dcp/` passes through an unpickler that builds
-nothing but DCP's own objects. Knows nothing of models, optimizers or process groups.
+A folder holds `dcp/` (weights and Adam's moments, sharded), `trainer_state.json` (the scalars), one
+`rng_rank*.safetensors` a rank, and `checksums.json` over all of these. Nothing in it is trusted: the metadata of `dcp/`
+passes through an unpickler that builds nothing but DCP's own objects. Knows nothing of models, optimizers or process
+groups.
 """
 
 import json
 import math
 import os
 import pickle
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path, PosixPath
@@ -30,11 +32,14 @@ FORMAT = 1
 
 TENSORS = "dcp"
 STATE = "trainer_state.json"
+CHECKSUMS = "checksums.json"
 
 OTHER_CHECKPOINT = "use another checkpoint of the run"
 """What to do about a damaged one."""
 
 _METADATA = ".metadata"
+
+_READ_BYTES = 16 * 1024**2
 
 _ARCHIVE_START = b"PK\x03\x04"
 """First bytes of everything that `torch.save` writes, and so of each tensor in a shard."""
@@ -86,6 +91,83 @@ class TrainerState:
 def rng_file(folder: Path, rank: int) -> Path:
     """Return where a rank's random states lie."""
     return folder / f"rng_rank{rank:05d}.safetensors"
+
+
+def checksums_of(folder: Path, rank: int, ranks: int) -> dict[str, int]:
+    """Compute the CRC-32 of one rank's part of a folder's files, by their path in it. Everything is read once."""
+    names = sorted(str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file())
+    return {name: _crc32(folder / name) for name in names[rank::ranks] if name != CHECKSUMS}
+
+
+def write_checksums(folder: Path, checksums: Mapping[str, int]) -> None:
+    """Write the checksums of all files of a folder, and one over themselves."""
+    (folder / CHECKSUMS).write_text(_render_checksums(checksums))
+
+
+def verify_checksums(folder: Path, rank: int, ranks: int, *, same_ranks: bool) -> None:
+    """Compare one rank's part of a folder's files with their checksums.
+
+    Args:
+        folder: should have been written by `save_checkpoint`.
+        rank: takes every `ranks`-th file.
+        ranks: that share the work.
+        same_ranks: as many wrote it; otherwise nobody reads the random states, and they are left alone.
+
+    Raises:
+        DataError: a file is missing, or is not what was written; names the first.
+    """
+    checksums = _read_checksums(folder)
+    for name in sorted(checksums)[rank::ranks]:
+        if not same_ranks and name.startswith("rng_rank"):
+            continue
+        path = folder / name
+        _require_file(path)
+        try:
+            found = _crc32(path)
+        except FileNotFoundError as error:
+            raise DataError(f"{path} is missing; {OTHER_CHECKPOINT}") from error
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error}; {OTHER_CHECKPOINT}") from error
+        if found != checksums[name]:
+            raise DataError(
+                f"{path} is damaged, or of another checkpoint: its checksum is not the one in {CHECKSUMS}; "
+                f"{OTHER_CHECKPOINT}"
+            )
+
+
+def _render_checksums(checksums: Mapping[str, int]) -> str:
+    table = dict(sorted(checksums.items()))
+    return json.dumps({"files": table, "crc32": zlib.crc32(json.dumps(table).encode())}, indent=1) + "\n"
+
+
+def _read_checksums(folder: Path) -> dict[str, int]:
+    path = folder / CHECKSUMS
+    _require_file(path)
+    try:
+        text = path.read_text("utf-8")
+        table = json.loads(text)["files"]
+        whole = text == _render_checksums(table) and all(
+            isinstance(one, int) and _lies_inside(name) for name, one in table.items()
+        )
+    except FileNotFoundError as error:
+        raise DataError(f"{folder} is no complete checkpoint: {path} is missing; {OTHER_CHECKPOINT}") from error
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DataError(f"{path} is damaged: {error}; {OTHER_CHECKPOINT}") from error
+    if not whole:
+        raise DataError(f"{path} is damaged: its own checksum does not fit; {OTHER_CHECKPOINT}")
+    return dict(table)
+
+
+def _lies_inside(name: str) -> bool:
+    return not Path(name).is_absolute() and ".." not in Path(name).parts
+
+
+def _crc32(path: Path) -> int:
+    total = 0
+    with path.open("rb") as file:
+        while part := file.read(_READ_BYTES):
+            total = zlib.crc32(part, total)
+    return total
 
 
 def read_state(folder: Path) -> TrainerState:
@@ -151,7 +233,7 @@ def read_random_state(path: Path) -> dict[str, Tensor]:
 def check_checkpoint(folder: Path, *, world_size: int | None = None) -> list[str]:
     """Look for everything that would keep a checkpoint from being read: files missing, cut short or unreadable.
 
-    Of the tensors only the sizes and the first bytes are looked at.
+    Of the tensors only the sizes and the first bytes are looked at; loading compares the checksums.
 
     Args:
         folder: should have been written by `save_checkpoint`.
@@ -161,6 +243,10 @@ def check_checkpoint(folder: Path, *, world_size: int | None = None) -> list[str
     Returns: one sentence for each thing wrong, empty when the checkpoint is whole.
     """
     findings = []
+    try:
+        _read_checksums(folder)
+    except DataError as error:
+        findings.append(str(error))
     try:
         state = read_state(folder)
         if state.world_size == world_size:

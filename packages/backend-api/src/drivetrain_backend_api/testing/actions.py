@@ -125,9 +125,7 @@ def export(
     """Export weights; the plan as it was told first, the buckets as they came, and the tensors this rank got."""
     tensors: dict[str, Tensor] = {}
     buckets = []
-    with backend.export_weights(
-        bucket_bytes, Holders(holders), getattr(torch, dtype) if dtype else None
-    ) as outgoing:
+    with backend.export_weights(bucket_bytes, Holders(holders), getattr(torch, dtype) if dtype else None) as outgoing:
         plan = [_plain(one) for one in outgoing.plan.entries]
         for bucket in outgoing:
             nbytes = 0 if bucket.data is None else bucket.data.numel()

@@ -49,7 +49,10 @@ CASES = (
     Case(name="one-sample-steps", model="qwen3-tied", options={"global_batch_size": 1}, rollout={"samples": 3}),
     Case(name="short-shard", model="llama", rollout={"short_shard": True}),
     Case(
-        name="sequence-mean", model="qwen2-tied", options={"global_batch_size": 4, **packed(50)}, algorithm="SequenceMean"
+        name="sequence-mean",
+        model="qwen2-tied",
+        options={"global_batch_size": 4, **packed(50)},
+        algorithm="SequenceMean",
     ),
     Case(
         name="cosine-and-clip",

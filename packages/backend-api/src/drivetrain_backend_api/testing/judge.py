@@ -18,6 +18,8 @@ from drivetrain_backend_api.testing.rollouts import RolloutSpec, draw_rollout
 
 Action = Mapping[str, Any]
 
+_NONE: Mapping[str, Any] = {}
+
 
 def act(do: str, name: str = "", /, **arguments: Any) -> Action:
     """Write one action down; see `actions`."""
@@ -69,10 +71,15 @@ class Judge:
         folder = self.folder / f"{name}-{dtype}-{seed}"
         return folder if folder.exists() else make_model(folder, name, dtype=dtype, seed=seed)
 
-    def config(self, layout: Layout, *, model: Path, precision: str = "fp32", **options: Any) -> dict[str, Any]:
+    def config(
+        self, layout: Layout, *, model: Path, precision: str = "fp32", options: Mapping[str, Any] = _NONE
+    ) -> dict[str, Any]:
         """Options of a run under a layout."""
         return (
-            {**BASE, "hf_checkpoint": str(model), precision: True} | layout.options | dict(self._options) | options
+            {**BASE, "hf_checkpoint": str(model), precision: True}
+            | layout.options
+            | dict(self._options)
+            | dict(options)
         )
 
     def play(
@@ -85,7 +92,7 @@ class Judge:
         once: bool = False,
         deadline: float | None = None,
         grace: float | None = None,
-        **options: Any,
+        options: Mapping[str, Any] = _NONE,
     ) -> list[dict[str, Any]]:
         """Play actions on fresh processes under a layout; returns each rank's results by action name.
 
@@ -99,7 +106,7 @@ class Judge:
             grace: seconds that the other ranks get after one has failed.
             options: of the backend's configuration.
         """
-        config = self.config(layout, model=model or self.model("qwen3"), precision=precision, **options)
+        config = self.config(layout, model=model or self.model("qwen3"), precision=precision, options=options)
         key = repr((layout, actions, sorted(config.items(), key=str)))
         if once and key in self._plays:
             return self._plays[key]
@@ -110,7 +117,11 @@ class Judge:
         return results
 
     def reference(
-        self, model: Path, rollout: Mapping[str, Any], algorithm: str = "TokenMean", **options: Any
+        self,
+        model: Path,
+        rollout: Mapping[str, Any],
+        algorithm: str = "TokenMean",
+        options: Mapping[str, Any] = _NONE,
     ) -> Trained:
         """Train the plain reference on the same, once."""
         key = repr((str(model), sorted(rollout.items()), algorithm, sorted(options.items())))

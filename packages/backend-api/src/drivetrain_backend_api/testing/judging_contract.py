@@ -128,10 +128,10 @@ class ContractTests:
                 second,
                 act("export", dtype="float32"),
             ],
-            **one_step,
+            options=one_step,
         )
         plain = judge.play(
-            layout, [act("setup"), first, second, act("export", dtype="float32")], once=True, **one_step
+            layout, [act("setup"), first, second, act("export", dtype="float32")], once=True, options=one_step
         )
         with judge.check(f"{layout.label}, {poison}") as check:
             for rank, (one, other) in enumerate(zip(results, plain)):

@@ -10,6 +10,7 @@ from drivetrain_backend_api.testing.algorithms import RAISED
 from drivetrain_backend_api.testing.cases import SPLITS, Case
 from drivetrain_backend_api.testing.judge import Action, Check, Judge, act
 from drivetrain_backend_api.testing.layouts import Layout
+from drivetrain_backend_api.testing.ranks import RanksFailedError
 from drivetrain_backend_api.testing.reference import Trained, load_plain, response_log_probs
 from drivetrain_backend_api.testing.rollouts import RolloutSpec, draw_rollout
 
@@ -40,9 +41,9 @@ class NumbersTests:
         """bf16 and fp16 compute with fp32 masters: small updates are not lost, small gradients do not underflow."""
         model = judge.model("qwen3")
         options = {"global_batch_size": 4, "lr": 1e-4}
-        expected = judge.reference(model, ROLLOUT, **options)
+        expected = judge.reference(model, ROLLOUT, options=options)
         actions = [act("setup"), act("log_probs", rollout=ROLLOUT), act("train", rollout=ROLLOUT), _export_fp32()]
-        results = judge.play(layout, actions, precision=low_precision, **options)
+        results = judge.play(layout, actions, precision=low_precision, options=options)
         with judge.check(f"{layout.label}, {low_precision}") as check:
             before, _ = comparing.merged_log_probs([one["log_probs"] for one in results])
             bound = tolerances.LOW_PRECISION_LOG_PROBS[low_precision]
@@ -61,7 +62,7 @@ class NumbersTests:
                     act("first_step", rollout={"samples": 6}, with_ref=with_ref),
                 ]
                 ref = {"ref_load": str(model)} if with_ref else {}
-                results = judge.play(layout, actions, precision=precision, **ref)
+                results = judge.play(layout, actions, precision=precision, options=ref)
                 for what in ("ratio", "kl") if with_ref else ("ratio",):
                     words = {"ratio": "|ratio - 1|", "kl": "|KL| against the reference"}[what]
                     words += " with a reference" if with_ref and what == "ratio" else ""
@@ -100,9 +101,11 @@ class NumbersTests:
         results = judge.play(
             layout,
             [act("setup", **{wanted: True}), asked, train, again, _export_fp32()],
-            **{flag: str(folder), "global_batch_size": 4},
+            options={flag: str(folder), "global_batch_size": 4},
         )
-        alone = judge.play(layout, [act("setup"), asked, train, _export_fp32()], once=True, global_batch_size=4)
+        alone = judge.play(
+            layout, [act("setup"), asked, train, _export_fp32()], once=True, options={"global_batch_size": 4}
+        )
         expected = judge.reference(folder, ROLLOUT).before
         with judge.check(f"{layout.label}, {frozen}") as check:
             found, unequal = comparing.merged_log_probs([one["before"] for one in results])
@@ -117,13 +120,11 @@ class NumbersTests:
 
     def test_a_rank_that_raises_ends_the_others(self, judge: Judge, layout: Layout) -> None:
         """The others raise too, long before the deadline, and the first error is the one that is shown."""
-        from drivetrain_backend_api.testing.ranks import RanksFailedError
-
         actions = [act("setup"), act("train", rollout=ROLLOUT, failure="raise")]
         grace = tolerances.RAISED_SECONDS.value
         with judge.check(layout.label) as check:
             with pytest.raises(RanksFailedError) as failed:
-                judge.play(layout, actions, grace=grace, distributed_timeout_minutes=0.4)
+                judge.play(layout, actions, grace=grace, options={"distributed_timeout_minutes": 0.4})
             error = failed.value
             check.true("every rank ends by itself", not error.killed and len(error.ended) == layout.ranks, error)
             times = error.ended.values()
@@ -139,21 +140,21 @@ def _export_fp32() -> Action:
 def _weights_after(judge: Judge, layout: Layout, options: Mapping[str, Any], order: Mapping[str, Any]) -> Any:
     rollout = {"samples": 8, **order}
     actions = [act("setup"), act("train", rollout=rollout), _export_fp32()]
-    results = judge.play(layout, actions, once=layout == Layout(), **options)
+    results = judge.play(layout, actions, once=layout == Layout(), options=options)
     return results[0]["export"]["tensors"]
 
 
 def _check_training(judge: Judge, layout: Layout, case: Case, where: str, **more: Any) -> None:
     model = judge.model(case.model)
     rollout = {**ROLLOUT, **case.rollout}
-    expected = judge.reference(model, rollout, case.algorithm, **case.options)
+    expected = judge.reference(model, rollout, case.algorithm, case.options)
     actions = [
         act("setup"),
         act("log_probs", rollout=rollout),
         act("train", rollout=rollout, algorithm=case.algorithm),
         _export_fp32(),
     ]
-    results = judge.play(layout, actions, model=model, **{**case.options, **more})
+    results = judge.play(layout, actions, model=model, options={**case.options, **more})
     with judge.check(where) as check:
         _check_place(check, layout, results)
         before, unequal = comparing.merged_log_probs([one["log_probs"] for one in results])

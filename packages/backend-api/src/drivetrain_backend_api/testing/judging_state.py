@@ -57,7 +57,7 @@ class StateTests:
                 act("export", dtype="float32"),
             ],
             precision=precision,
-            **options,
+            options=options,
         )
         resumed = judge.play(
             layout,
@@ -69,8 +69,7 @@ class StateTests:
                 act("export", dtype="float32"),
             ],
             precision=precision,
-            load=str(folder),
-            **options,
+            options={**options, "load": str(folder)},
         )
         with judge.check(f"{layout.label}, {precision}") as check:
             for rank, (one, other) in enumerate(zip(resumed, went_on)):
@@ -94,8 +93,8 @@ class StateTests:
             act("export", dtype="float32"),
         ]
         first = [act("setup"), act("train", rollout=FIRST), act("save", folder=str(folder))]
-        went_on = judge.play(source, [*first, *last], once=True, **OPTIONS)
-        moved = judge.play(layout, [act("setup"), *last], load=str(folder), **OPTIONS)
+        went_on = judge.play(source, [*first, *last], once=True, options=OPTIONS)
+        moved = judge.play(layout, [act("setup"), *last], options={**OPTIONS, "load": str(folder)})
         with judge.check(f"from {source.label} to {layout.label}") as check:
             names = comparing.different(moved[0]["saved"]["tensors"], went_on[0]["saved"]["tensors"])
             check.same("weights", names)
@@ -139,9 +138,9 @@ class StateTests:
         """Training goes on after sleep and wake-up as if nothing had happened, on all ranks."""
         first, second = act("train", rollout=FIRST), act("train", "next", rollout=SECOND, rollout_id=1)
         ending = [second, act("export", dtype="float32")]
-        awake = judge.play(layout, [act("setup"), first, *ending], once=True, **OPTIONS)
+        awake = judge.play(layout, [act("setup"), first, *ending], once=True, options=OPTIONS)
         # a second nap reuses the host's buffers
-        slept = judge.play(layout, [act("setup"), *SLEEPS[nap], first, *SLEEPS[nap], *ending], **OPTIONS)
+        slept = judge.play(layout, [act("setup"), *SLEEPS[nap], first, *SLEEPS[nap], *ending], options=OPTIONS)
         with judge.check(f"{layout.label}, {nap}") as check:
             for rank, (one, other) in enumerate(zip(slept, awake)):
                 for what in ("next", "export"):
@@ -172,7 +171,12 @@ class StateTests:
 
     def test_sleep_does_not_grow(self, judge: Judge, layout: Layout) -> None:
         """Twelve cycles end with the memory that the second one ended with."""
-        actions = [act("setup"), act("train", rollout=FIRST), act("cycle", times=12), act("train", "next", rollout=SECOND)]
+        actions = [
+            act("setup"),
+            act("train", rollout=FIRST),
+            act("cycle", times=12),
+            act("train", "next", rollout=SECOND),
+        ]
         results = judge.play(layout, actions)
         with judge.check(layout.label) as check:
             for rank, one in enumerate(results):
@@ -207,10 +211,15 @@ class StateTests:
                 act("weights_tag", call="restore_weights", tag=tag),
                 act("export", "restored", dtype="float32"),
             ],
-            **OPTIONS,
+            options=OPTIONS,
         )
-        plain = judge.play(layout, [act("setup"), train, *ending], once=True, **OPTIONS)
-        pairs = (("switched", "initial"), ("under spare", "under initial"), ("back", "trained"), ("restored", "initial"))
+        plain = judge.play(layout, [act("setup"), train, *ending], once=True, options=OPTIONS)
+        pairs = (
+            ("switched", "initial"),
+            ("under spare", "under initial"),
+            ("back", "trained"),
+            ("restored", "initial"),
+        )
         with judge.check(layout.label) as check:
             for rank, (one, other) in enumerate(zip(results, plain)):
                 for found, expected in pairs:
@@ -229,7 +238,7 @@ def _load_failure(judge: Judge, layout: Layout, folder: Path) -> str:
     """Return what every rank says when it loads a folder; "" when it did not fail with an error of the contract."""
     try:
         actions = [act("refused", action=act("setup"))]
-        results = judge.play(layout, actions, load=str(folder))
+        results = judge.play(layout, actions, options={"load": str(folder)})
     except RanksFailedError as error:
         return f"not an error of the contract: {error}".replace(str(folder), "the folder")
     messages = [one["refused"]["message"] for one in results if one["refused"]["kind"]]

@@ -1,13 +1,15 @@
-"""The pytest plugin of the suite: its options and its report. pytest imports it at every start, so it imports no torch."""
+"""The pytest plugin of the suite: its options and its report. pytest imports it at every start, so without torch."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from drivetrain_backend_api.testing.claims import Claims, Verdict, write_report
 
-CLAIMS: pytest.StashKey[list[Claims]] = pytest.StashKey()
-FACTS: pytest.StashKey[dict[str, dict[str, object]]] = pytest.StashKey()
+CLAIMS = pytest.StashKey[list[Claims]]()
+FACTS = pytest.StashKey[dict[str, Mapping[str, Any]]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,7 +54,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Write the report."""
     report = session.config.getoption("--conformance-report")
     if report:
-        write_report(Path(report), session.config.stash[CLAIMS], session.config.stash[FACTS])
+        found, facts = session.config.stash[CLAIMS], session.config.stash[FACTS]
+        write_report(Path(report), found, facts)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

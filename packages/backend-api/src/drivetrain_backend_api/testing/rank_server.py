@@ -1,4 +1,4 @@
-"""The process that imports a backend once and forks one child a rank for every job, so that each job is fresh and cheap.
+"""The process that imports a backend once, and forks one child a rank for every job: each is fresh, and cheap.
 
     python -m drivetrain_backend_api.testing.rank_server BACKEND
 

@@ -124,7 +124,7 @@ class Ranks:
                 stdout=subprocess.PIPE,
                 stderr=output,
                 text=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1"} | self._environment,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **self._environment},
             )
         threading.Thread(target=_listen, args=(self._server, self._answers), daemon=True).start()
         self._answer(START_DEADLINE)

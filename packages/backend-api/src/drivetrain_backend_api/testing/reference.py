@@ -116,7 +116,7 @@ def reference_train(folder: Path, rollout: RolloutBatch, config: TrainConfig, *,
                 length = mask.sum().clamp(min=1)
                 ratio = (((log_p - before[index[one]]) * mask).sum() / length).exp()
                 loss = -((ratio * advantages[one] + ENTROPY_COEF * entropy) * mask / length).sum() / sequences
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             loss_sum += loss.item()
             entropy_sum += float((entropy * mask).sum()) / tokens
             first = int(rollout.total_lengths[one]) - len(mask) - 1

@@ -7,6 +7,7 @@ What the backend's capabilities claim decides which layouts and precisions are j
 contract, held against a plain single-process reference or against the backend's own undisturbed run.
 """
 
+import inspect
 from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points, version
 from typing import Any, ClassVar
@@ -48,15 +49,16 @@ class ConformanceSuite(NumbersTests, StateTests, WeightsTests, ContractTests):
     exceptions: ClassVar[Mapping[str, str]] = {}
 
     @pytest.fixture(scope="class")
-    def judge(self, request: pytest.FixtureRequest) -> Iterator[Judge]:
+    @classmethod
+    def judge(cls, request: pytest.FixtureRequest) -> Iterator[Judge]:
         """Everything a test needs of the backend; its processes end with the class."""
-        spec = _spec_of(request.cls, request.config)
+        spec = _spec_of(cls, request.config)
         claims = Claims(spec.name)
         request.config.stash[CLAIMS].append(claims)
         request.config.stash[FACTS][spec.name] = _facts(spec)
-        environment = spec.worker_env(spec.config_class(hf_checkpoint="none", **self.options))
+        environment = spec.worker_env(spec.config_class(hf_checkpoint="none", **cls.options))
         with Ranks(spec.name, environment) as ranks:
-            yield Judge(spec, self.options, ranks, claims)
+            yield Judge(spec, cls.options, ranks, claims)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Draw layouts and precisions from what the backend claims."""
@@ -91,11 +93,13 @@ class ConformanceSuite(NumbersTests, StateTests, WeightsTests, ContractTests):
 
 def changed_tests(suite: type[ConformanceSuite]) -> list[str]:
     """Say what a subclass changed of the standard tests without giving a reason."""
-    standard = {name: one for name in dir(ConformanceSuite) if _guarded(name, one := getattr(ConformanceSuite, name))}
+    standard = {
+        name: inspect.getattr_static(ConformanceSuite, name) for name in dir(ConformanceSuite) if _guarded(name)
+    }
     problems = []
     for name, original in standard.items():
         reason = suite.exceptions.get(name, "").strip()
-        if getattr(suite, name, None) is not original and not reason:
+        if inspect.getattr_static(suite, name, None) is not original and not reason:
             problems.append(
                 f"{suite.__name__} removed or overrode {name}; leave it as it is, or give the reason: "
                 f'exceptions = {{"{name}": "..."}}'
@@ -105,8 +109,8 @@ def changed_tests(suite: type[ConformanceSuite]) -> list[str]:
     return problems
 
 
-def _guarded(name: str, value: Any) -> bool:
-    return name.startswith("test_") or name in ("judge", "pytest_generate_tests") and callable(value)
+def _guarded(name: str) -> bool:
+    return name.startswith("test_") or name in ("judge", "pytest_generate_tests")
 
 
 def _spec_of(suite: type[ConformanceSuite], config: pytest.Config) -> BackendSpec:
