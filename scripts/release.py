@@ -10,6 +10,7 @@ backends that are published already: those in DIR, or the newest that git tags n
 
 import argparse
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -205,10 +206,11 @@ def release(distribution: str, arguments: argparse.Namespace, folder: Path, whee
 
 
 def _leave(distribution: str, version: str, out: Path) -> None:
-    """Move the built files to dist/ and print the lines that publish them."""
+    """Copy the built files to dist/ and print the lines that publish them."""
     dist = ROOT / "dist"
     dist.mkdir(exist_ok=True)
-    kept = [one.replace(dist / one.name) for one in sorted(out.iterdir()) if one.suffix in (".whl", ".gz")]
+    built = [one for one in sorted(out.iterdir()) if one.suffix in (".whl", ".gz")]
+    kept = [Path(shutil.copy(one, dist)) for one in built]
     tag = f"{distribution.removeprefix(PREFIX)}-v{version}"
     print("  now type, after the commit of the version:")
     print(f"    git tag {tag} && git push origin {tag}")
