@@ -7,10 +7,15 @@ from pathlib import Path
 
 import mutate_fsdp
 import pytest
-from mutate_fsdp import API, DOCS, FSDP, MUTATIONS, PACKAGES, SUITE, Mutation, MutationError, Result, judged, passes
+from mutate_fsdp import DOCS, FSDP, MUTATIONS, PACKAGES, SUITE, Mutation, MutationError, Result, judged, passes
 
 NODE = "lib/drivetrain_backend_api/testing/test_conformance.py::TestConformance::test_numbers[dp2-packed]"
 ONE = Mutation(name="one", mistake="adds", file="backend-fsdp/src/a.py", old="1 - 1", new="1 + 1")
+
+
+def suite_tests() -> set[str]:
+    sources = "".join(path.read_text() for path in (PACKAGES / SUITE).glob("*.py"))
+    return set(re.findall(r"^    def (test_\w+)\(", sources, re.MULTILINE))
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=[one.name for one in MUTATIONS])
@@ -33,11 +38,14 @@ def test_there_are_enough_of_them_and_their_names_are_unique() -> None:
 def test_the_page_has_a_row_for_each_that_names_tests_of_the_suite() -> None:
     rows = [line.split(" | ") for line in DOCS.read_text().splitlines() if line.startswith("| ") and "`" in line]
     assert {re.findall(r"\(`([\w-]+)`\)", row[0])[-1] for row in rows} == {one.name for one in MUTATIONS}
-    sources = "".join(path.read_text() for path in (PACKAGES / API / "testing").glob("*.py"))
     for row in rows:
         caught = re.findall(r"`(test_\w+)", row[2])
         assert caught, row
-        assert [one for one in caught if f"def {one}(" not in sources] == []
+        assert set(caught) <= suite_tests()
+
+
+def test_each_names_a_test_of_the_suite_to_try_first() -> None:
+    assert {one.first for one in MUTATIONS} <= suite_tests()
 
 
 @pytest.mark.parametrize(("text", "found"), [("x = 2\n", "0 times"), ("x = 1 - 1 + 1 - 1\n", "2 times")])
