@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Gemma2Config, PretrainedConfig, Qwen3MoeConfig
 
-from drivetrain_backend_api import ConfigError, DataError
+from drivetrain_backend_api import ConfigError, DataError, UnsupportedModelError
 from drivetrain_backend_api.parallel import Role
 from drivetrain_backend_api.testing.models import make_model
 from plain_torch_backend.backend import PlainTorchBackend
@@ -18,6 +19,19 @@ from plain_torch_backend.checkpoint_files import STATE, check_checkpoint
 from plain_torch_backend.config import PlainTorchConfig
 
 HERE = Path(__file__).parents[1]
+
+TINY = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 
 
 def backend(folder: Path, *, world_size: int = 1, **options: Any) -> PlainTorchBackend:
@@ -68,6 +82,27 @@ def test_a_tensor_that_transformers_would_make_up_is_refused(tmp_path: Path) -> 
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 5}))
     with pytest.raises(DataError, match=r"does not fit its config.json \(missing_keys: model.layers.4"):
         backend(folder).setup()
+
+
+def test_tied_tensors_that_differ_are_refused(tmp_path: Path) -> None:
+    path = make_model(tmp_path / "model", "llama-tied") / "model.safetensors"
+    weights = load_file(path)
+    save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"] + 1}, path, metadata={"format": "pt"})
+    with pytest.raises(DataError, match=r"config.json ties lm_head.weight, but the stored tensors differ"):
+        backend(path.parent).setup()
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (Gemma2Config(**TINY), "logits are more than hidden states times the head weight"),
+        (Qwen3MoeConfig(**TINY, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16), "mixtures of experts"),
+    ],
+)
+def test_models_that_would_come_out_wrong_are_refused(tmp_path: Path, config: PretrainedConfig, reason: str) -> None:
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        backend(tmp_path).setup()
 
 
 def test_pickled_weights_are_not_read(tmp_path: Path) -> None:

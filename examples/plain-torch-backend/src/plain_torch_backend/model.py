@@ -52,9 +52,12 @@ def load_model(folder: Path, *, trust_remote_code: bool) -> PreTrainedModel:
     if wrong := [f"{kind}: {', '.join(sorted(map(str, names)))}" for kind, names in report.items() if names]:
         raise DataError(f"{folder} does not fit its config.json ({'; '.join(wrong)}); copy the model again")
     assert isinstance(model, PreTrainedModel)
-    for alias, source in model.all_tied_weights_keys.items():
-        if model.get_parameter(alias) is not model.get_parameter(source):
-            raise DataError(f"{folder}: config.json ties {alias!r} to {source!r}, but the stored tensors differ")
+    # where tied tensors are stored twice and differ, transformers goes on without the tie
+    if model.config.tie_word_embeddings and model._tied_weights_keys and not model.all_tied_weights_keys:
+        raise DataError(
+            f"{folder}: config.json ties {', '.join(model._tied_weights_keys)}, but the stored tensors differ; "
+            "set tie_word_embeddings to false in config.json"
+        )
     # without dropout, also while training: log-probs must not be random
     model.eval()  # type: ignore[no-untyped-call]
     for one in weights_of(model).values():
@@ -73,8 +76,7 @@ def stored_dtypes(folder: Path, model: PreTrainedModel) -> dict[str, torch.dtype
     """Return the dtype in which a folder stores each of a model's weights, under whichever of its tied names.
 
     Raises:
-        DataError: it does not store one of them.
-        UnsupportedModelError: one is quantised.
+        UnsupportedModelError: it stores one under another name, or quantised.
     """
     headers = read_headers(folder)
     aliases = {source: alias for alias, source in model.all_tied_weights_keys.items()}
@@ -82,7 +84,10 @@ def stored_dtypes(folder: Path, model: PreTrainedModel) -> dict[str, torch.dtype
     for name, weight in weights_of(model).items():
         stored = name if name in headers else aliases.get(name, name)
         if stored not in headers:
-            raise DataError(f"{folder} has no tensor {name!r}; give the --hf-checkpoint that training began with")
+            raise UnsupportedModelError(
+                f"{type(model).__name__} keeps {name!r} otherwise than {folder} stores it; only models that "
+                "transformers loads as they are stored are trained here, which mixtures of experts are not"
+            )
         if weight.is_floating_point() and headers[stored] not in _DTYPES:
             raise UnsupportedModelError(f"{folder}: tensor {stored!r} is {headers[stored]}; give unquantised weights")
         found[name] = _DTYPES.get(headers[stored], weight.dtype)
@@ -98,7 +103,7 @@ def read_headers(folder: Path) -> dict[str, str]:
     index, files = folder / "model.safetensors.index.json", ["model.safetensors"]
     if index.is_file():
         try:
-            files = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+            files = sorted({str(one) for one in json.loads(index.read_bytes())["weight_map"].values()})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{index} is no index of safetensors: {error!r}; copy the model again") from error
     headers: dict[str, str] = {}
