@@ -5,7 +5,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -212,7 +212,9 @@ def apply_fsdp2(module: PreTrainedModel, sharding: Sharding) -> None:
             mp_policy=precision,
             offload_policy=offload,
         )
-    fully_shard(module, mesh=sharding.mesh, mp_policy=precision, offload_policy=offload)
+    # The root's inputs hold the micro-batch: its log-probs and advantages must stay as exact as they are.
+    exact_inputs = replace(precision, cast_forward_inputs=False)
+    fully_shard(module, mesh=sharding.mesh, mp_policy=exact_inputs, offload_policy=offload)
     for one in module.modules():
         if isinstance(one, FSDPModule):
             # Both, and on every module: either alone averages, or fails on gloo.

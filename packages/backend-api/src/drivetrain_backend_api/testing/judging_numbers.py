@@ -169,7 +169,7 @@ def _check_training(judge: Judge, layout: Layout, case: Case, where: str, **more
         off = comparing.tensors(found_weights, expected.weights)
         check.close("weights after training", off, tolerances.FP32_WEIGHTS)
         if case.name == "one-sample-steps" and layout.dp > 1:
-            check.true("a rank without samples takes part", all(one["fillers"] for one in trained))
+            check.true("a rank without samples takes part", any(one["fillers"] for one in trained))
 
 
 def _check_place(check: Check, layout: Layout, results: list[dict[str, Any]]) -> None:
