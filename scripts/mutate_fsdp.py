@@ -96,6 +96,14 @@ def _api(name: str, mistake: str, module: str, old: str, new: str, *, first: str
 
 STEP = (
     _fsdp(
+        "rounded-inputs",
+        "old log-probs and advantages are rounded to bf16 on their way into the model, as FSDP does unasked",
+        "model",
+        "replace(precision, cast_forward_inputs=False)",
+        "replace(precision, cast_forward_inputs=True)",
+        first="test_the_first_step_is_on_policy",
+    ),
+    _fsdp(
         "averaged-gradients",
         "gradients are averaged over the data-parallel ranks, as FSDP does unasked",
         "model",
