@@ -1,10 +1,9 @@
-"""Fixtures: tiny models on disk, and one launch of two ranks that many tests read."""
+"""Fixtures: tiny models on disk, and one launch of two ranks that several tests read."""
 
 import shutil
 import sys
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -12,68 +11,49 @@ from safetensors.torch import load_file, save_file
 # Ranks run as scripts of this folder and share its helpers with the tests.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fsdp_testing import launch, make_model
+from fsdp_testing import launch
 
-CASES: list[dict[str, Any]] = [
-    # packed by token count, several sequences a micro-batch
-    {
-        "kind": "qwen3",
-        "samples": 8,
-        "config": {"global_batch_size": 4, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 40},
-    },
-    # tied, one sequence a micro-batch
-    {"kind": "llama-tied", "samples": 8, "config": {"global_batch_size": 4}},
-    # one sample a step: all ranks but one have fillers only, and the third step has no loss token at all
-    {"kind": "qwen3", "samples": 3, "config": {"global_batch_size": 1}},
-    {
-        "kind": "qwen2",
-        "samples": 8,
-        "config": {
-            "global_batch_size": 4,
-            "micro_batch_size": 3,
-            "gradient_checkpointing": True,
-            "optimizer_cpu_offload": True,
-        },
-    },
-    {
-        "kind": "qwen3",
-        "samples": 8,
-        "config": {"global_batch_size": 4, "fsdp_cpu_offload": True, "fsdp_reshard_after_forward": "never"},
-    },
-]
+from drivetrain_backend_api.testing.models import make_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoRanks:
+    """What two ranks left.
+
+    Attributes:
+        checkpoint: a folder that they saved, untrained.
+        run: the folder of the launch.
+        refusals: what each said of a model folder without its last norm.
+        unshared: what each said of a save into a folder that the last of them does not see.
+    """
+
+    checkpoint: Path
+    run: Path
+    refusals: list[str]
+    unshared: list[str]
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Model folders by kind; a "-tied" one ties its embeddings."""
     root = tmp_path_factory.mktemp("models")
-    return {
-        kind: make_model(root / kind, kind.removesuffix("-tied"), tied=kind.endswith("-tied"), seed=seed)
-        for seed, kind in enumerate(("qwen3", "qwen3-tied", "llama-tied", "qwen2"))
-    }
+    return {kind: make_model(root / kind, kind) for kind in ("qwen3", "qwen3-tied")}
 
 
 @pytest.fixture(scope="session")
-def on_ranks(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Any]:
-    """Launch the whole program on a number of ranks, once."""
-    launched: dict[int, Any] = {}
-
-    def run(ranks: int) -> Any:
-        if ranks not in launched:
-            root = tmp_path_factory.mktemp(f"ranks{ranks}")
-            broken = Path(shutil.copytree(models["qwen3"], root / "broken"))
-            tensors = load_file(broken / "model.safetensors")
-            del tensors["model.norm.weight"]
-            save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-            (root / "checkpoint").mkdir()
-            arguments = {
-                "cases": [one | {"model": models[one["kind"]]} for one in CASES],
-                "model": models["qwen3"],
-                "checkpoint": str(root / "checkpoint"),
-                "broken_model": str(broken),
-            }
-            results = launch(ranks, "everything", arguments, root / "run", deadline=280)
-            launched[ranks] = {"results": results, "checkpoint": root / "checkpoint", "run": root / "run"}
-        return launched[ranks]
-
-    return run
+def two_ranks(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
+    root = tmp_path_factory.mktemp("ranks")
+    broken = Path(shutil.copytree(models["qwen3"], root / "broken"))
+    tensors = load_file(broken / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    checkpoint, run = root / "checkpoint", root / "run"
+    checkpoint.mkdir()
+    arguments = {"model": str(models["qwen3"]), "checkpoint": str(checkpoint), "broken_model": str(broken)}
+    results = launch(2, arguments, run, deadline=280)
+    return TwoRanks(
+        checkpoint=checkpoint,
+        run=run,
+        refusals=[one["refusal"] for one in results],
+        unshared=[one["unshared_save"] for one in results],
+    )

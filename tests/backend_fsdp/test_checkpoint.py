@@ -1,136 +1,93 @@
-"""Checkpoints: bitwise under the same layout, exact under another, exported to Hugging Face, and never trusted."""
+"""Checkpoints: exported to Hugging Face, looked at before they are loaded, and never trusted."""
 
-import dataclasses
 import importlib
 import json
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fsdp_testing import (
-    PolicyGradient,
-    assert_same,
-    config_of,
-    exported,
-    make_model,
-    make_rollout,
-    model_weights,
-    one_rank,
-    train_here,
-)
+from conftest import TwoRanks
+from fsdp_testing import assert_same, config_of, exported, model_weights, one_rank, rollout_of, train
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from transformers import AutoModelForCausalLM
 
 from drivetrain_backend_api import TRAIN_BACKENDS, load_spec
 from drivetrain_backend_api.errors import DataError
+from drivetrain_backend_api.testing.models import make_model
 from drivetrain_backend_fsdp.checkpoint import export_checkpoint, save_checkpoint
-from drivetrain_backend_fsdp.checkpoint_files import check_checkpoint, read_metadata
+from drivetrain_backend_fsdp.checkpoint_files import (
+    check_checkpoint,
+    checksums_of,
+    read_metadata,
+    write_checksums,
+)
 from drivetrain_backend_fsdp.optimizer import LossScaler
 
 
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A checkpoint and the weights in it."""
+
+    folder: Path
+    weights: dict[str, torch.Tensor]
+
+
 @pytest.fixture(scope="module")
-def saved(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One rank: two steps, a save, two more steps."""
+def saved(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """One rank, one step, a save."""
     folder = tmp_path_factory.mktemp("saved")
-    with one_rank(config_of(models["qwen3-tied"], lr_warmup_iters=6, global_batch_size=4)) as backend:
-        train_here(backend, make_rollout(8, seed=1))
+    with one_rank(config_of(models["qwen3-tied"], micro_batch_size=8)) as backend:
+        backend.setup()
+        train(backend, rollout_of())
         backend.save_checkpoint(folder).finalize()
-        before = exported(backend)
-        random = torch.rand(3)
-        metrics = backend.train(1, backend.preprocess_rollout_data(make_rollout(8, seed=2)), PolicyGradient(None))
-        return {
-            "folder": folder,
-            "before": before,
-            "random": random,
-            "metrics": metrics,
-            "after": exported(backend),
-        }
+        return Saved(folder=folder, weights=exported(backend))
 
 
-def test_a_resumed_step_is_bitwise_the_one_that_would_have_come(saved: Any, models: dict[str, str]) -> None:
-    config = config_of(models["qwen3-tied"], lr_warmup_iters=6, global_batch_size=4, load=str(saved["folder"]))
-    with one_rank(config) as backend:
-        assert backend.setup() == 1
-        assert torch.equal(torch.rand(3), saved["random"])
-        assert_same(exported(backend), saved["before"])
-        metrics = backend.train(1, backend.preprocess_rollout_data(make_rollout(8, seed=2)), PolicyGradient(None))
-        assert metrics == saved["metrics"]
-        assert_same(exported(backend), saved["after"])
-
-
-def test_two_ranks_resume_bitwise(on_ranks: Callable[[int], Any]) -> None:
-    for one in (result["checkpoint"] for result in on_ranks(2)["results"]):
-        assert one["next_rollout_id"] == 1
-        assert_same(one["loaded"], one["saved"])
-        assert one["found_metrics"] == one["expected_metrics"]
-        assert_same(one["found"], one["expected"])
-
-
-def test_a_save_into_a_folder_that_some_rank_does_not_see_writes_nothing(on_ranks: Callable[[int], Any]) -> None:
-    launched = on_ranks(2)
-    said = {one["unshared_save"] for one in launched["results"]}
+def test_a_save_into_a_folder_that_some_rank_does_not_see_writes_nothing(two_ranks: TwoRanks) -> None:
+    said = set(two_ranks.unshared)
     assert len(said) == 1
     (message,) = said
-    assert message.startswith(f"rank 1 does not see the checkpoint folder {launched['run'] / 'own_disk' / 'step_1'}")
+    assert message.startswith(f"rank 1 does not see the checkpoint folder {two_ranks.run / 'own_disk' / 'step_1'}")
     assert "--save must be a folder on a file system that all nodes share" in message
-    assert list((launched["run"] / "shared_disk" / "step_1").iterdir()) == []
-    assert not (launched["run"] / "own_disk").exists()
+    assert list((two_ranks.run / "shared_disk" / "step_1").iterdir()) == []
+    assert not (two_ranks.run / "own_disk").exists()
 
 
-def check_resharding(launched: Any, model: str) -> None:
-    """What several ranks wrote, one rank reads without a bit changed: weights, moments, step."""
-    ranks = [one["checkpoint"] for one in launched["results"]]
-    with one_rank(config_of(model, global_batch_size=4, load=str(launched["checkpoint"]))) as backend:
-        assert backend.setup() == 1
-        assert_same(exported(backend), ranks[0]["saved"])
-        whole = {
-            name: one if name.startswith("step.") else torch.cat([rank["moments"][name] for rank in ranks])
-            for name, one in ranks[0]["moments"].items()
-        }
-        assert_same(backend.optimizer.state(), whole)
-        assert backend.optimizer.steps == 2
-
-
-def test_one_rank_reads_exactly_what_two_wrote(on_ranks: Callable[[int], Any], models: dict[str, str]) -> None:
-    check_resharding(on_ranks(2), models["qwen3"])
-
-
-@pytest.mark.slow
-def test_one_rank_reads_exactly_what_four_wrote(on_ranks: Callable[[int], Any], models: dict[str, str]) -> None:
-    check_resharding(on_ranks(4), models["qwen3"])
-
-
-def test_an_exported_checkpoint_loads_in_transformers(saved: Any, models: dict[str, str], tmp_path: Path) -> None:
-    tokenizer = Path(models["qwen3-tied"]) / "tokenizer_config.json"
+def test_an_exported_checkpoint_loads_in_transformers(saved: Saved, models: dict[str, Path], tmp_path: Path) -> None:
+    tokenizer = models["qwen3-tied"] / "tokenizer_config.json"
     tokenizer.write_text("{}")
     spec = load_spec(TRAIN_BACKENDS, "fsdp")
-    spec.load_export_checkpoint()(saved["folder"], Path(models["qwen3-tied"]), tmp_path / "out")
+    spec.load_export_checkpoint()(saved.folder, models["qwen3-tied"], tmp_path / "out")
     tokenizer.unlink()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    assert_same(model_weights(model), saved["before"])
+    assert_same(model_weights(model), saved.weights)
     assert (tmp_path / "out" / "tokenizer_config.json").read_text() == "{}"
     assert sorted(one.name for one in tmp_path.iterdir()) == ["out"]
 
 
-def test_an_export_in_another_dtype_says_so_in_its_config(saved: Any, models: dict[str, str], tmp_path: Path) -> None:
-    export_checkpoint(saved["folder"], Path(models["qwen3-tied"]), tmp_path / "out", torch.bfloat16)
+def test_an_export_in_another_dtype_says_so_in_its_config(
+    saved: Saved, models: dict[str, Path], tmp_path: Path
+) -> None:
+    export_checkpoint(saved.folder, models["qwen3-tied"], tmp_path / "out", torch.bfloat16)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
-    assert_same(model_weights(model), {name: one.bfloat16() for name, one in saved["before"].items()})
+    assert_same(model_weights(model), {name: one.bfloat16() for name, one in saved.weights.items()})
 
 
 def test_a_bf16_model_that_stores_its_embedding_as_the_head_exports_in_bf16(tmp_path: Path) -> None:
-    source = Path(make_model(tmp_path / "model", "qwen3", tied=True, dtype="bfloat16"))
+    source = make_model(tmp_path / "model", "qwen3-tied", dtype="bfloat16")
     tensors = load_file(source / "model.safetensors")
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "checkpoint").mkdir()
-    with one_rank(config_of(str(source), lr=1e-5)) as backend:
-        train_here(backend, make_rollout(8))
+    with one_rank(config_of(source, lr=1e-5, micro_batch_size=8)) as backend:
+        backend.setup()
+        train(backend, rollout_of())
         backend.save_checkpoint(tmp_path / "checkpoint").finalize()
         expected = {name: one.bfloat16() for name, one in exported(backend).items()}
     export_checkpoint(tmp_path / "checkpoint", source, tmp_path / "out")
@@ -141,14 +98,14 @@ def test_a_bf16_model_that_stores_its_embedding_as_the_head_exports_in_bf16(tmp_
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_integer_and_boolean_buffers_are_exported_as_they_are(
-    models: dict[str, str], tmp_path: Path, dtype: torch.dtype | None
+    models: dict[str, Path], tmp_path: Path, dtype: torch.dtype | None
 ) -> None:
     # The next integer after 2^24 is the first that float32 cannot hold.
     buffers = {"model.seen": torch.tensor([2**24 + 1, -3]), "model.enabled": torch.tensor([True, False, True])}
     (tmp_path / "checkpoint").mkdir()
     with one_rank(config_of(models["qwen3"])) as backend:
         backend.setup()
-        model = dataclasses.replace(backend._policy.model, weights={**backend._policy.model.weights, **buffers})
+        model = replace(backend._policy.model, weights={**backend._policy.model.weights, **buffers})
         save_checkpoint(
             tmp_path / "checkpoint",
             model,
@@ -158,44 +115,36 @@ def test_integer_and_boolean_buffers_are_exported_as_they_are(
             device=backend.device,
             control=backend.groups.control,
         )
-    export_checkpoint(tmp_path / "checkpoint", Path(models["qwen3"]), tmp_path / "out", dtype)
+    export_checkpoint(tmp_path / "checkpoint", models["qwen3"], tmp_path / "out", dtype)
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert {name: found[name].dtype for name in buffers} == {name: one.dtype for name, one in buffers.items()}
     assert_same({name: found[name] for name in buffers}, buffers)
     assert {one.dtype for name, one in found.items() if name not in buffers} == {dtype or torch.float32}
 
 
-def test_an_export_that_cannot_tell_a_dtype_is_refused(saved: Any, models: dict[str, str], tmp_path: Path) -> None:
+def test_an_export_that_cannot_tell_a_dtype_is_refused(saved: Saved, models: dict[str, Path], tmp_path: Path) -> None:
     source = Path(shutil.copytree(models["qwen3-tied"], tmp_path / "model"))
     tensors = load_file(source / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(DataError, match=r"no tensor 'model\.norm\.weight'.*--hf-checkpoint that training began with"):
-        export_checkpoint(saved["folder"], source, tmp_path / "out")
+        export_checkpoint(saved.folder, source, tmp_path / "out")
     (source / "config.json").write_text('{"model_type": "unheard-of"}')
     with pytest.raises(
         DataError, match=r"(?s)does not tell the dtype of every weight.*unheard-of.*choose one dtype with --dtype"
     ):
-        export_checkpoint(saved["folder"], source, tmp_path / "out")
+        export_checkpoint(saved.folder, source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_an_export_leaves_a_folder_in_use_alone(saved: Any, models: dict[str, str], tmp_path: Path) -> None:
+def test_an_export_leaves_a_folder_in_use_alone(saved: Saved, models: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     with pytest.raises(DataError, match="exists already"):
-        export_checkpoint(saved["folder"], Path(models["qwen3-tied"]), tmp_path)
+        export_checkpoint(saved.folder, models["qwen3-tied"], tmp_path)
     assert [one.name for one in tmp_path.iterdir()] == ["mine"]
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_its_first_tensor(saved: Any, models: dict[str, str]) -> None:
-    with (
-        one_rank(config_of(models["qwen3"], load=str(saved["folder"]))) as backend,
-        pytest.raises(DataError, match=r"another model.*lm_head\.weight.*--hf-checkpoint"),
-    ):
-        backend.setup()
-
-
-def test_a_folder_without_a_checkpoint_is_refused(models: dict[str, str], tmp_path: Path) -> None:
+def test_a_folder_without_a_checkpoint_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
     with (
         one_rank(config_of(models["qwen3"], load=str(tmp_path))) as backend,
         pytest.raises(DataError, match=r"no checkpoint.*trainer_state\.json"),
@@ -203,13 +152,13 @@ def test_a_folder_without_a_checkpoint_is_refused(models: dict[str, str], tmp_pa
         backend.setup()
 
 
-def test_a_damaged_state_file_is_refused_by_name(saved: Any, models: dict[str, str], tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(saved["folder"], tmp_path / "copy"))
+def test_a_damaged_state_file_is_refused_by_name(saved: Saved, models: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved.folder, tmp_path / "copy"))
     state = json.loads((folder / "trainer_state.json").read_text())
     for damaged in (json.dumps(state)[:-5], json.dumps(state | {"stranger": 1}), json.dumps(state | {"format": 99})):
         (folder / "trainer_state.json").write_text(damaged)
         with pytest.raises(DataError, match=r"trainer_state\.json"):
-            export_checkpoint(folder, Path(models["qwen3-tied"]), tmp_path / "out")
+            export_checkpoint(folder, models["qwen3-tied"], tmp_path / "out")
 
 
 class Evil:
@@ -222,16 +171,16 @@ class Evil:
         return Path.touch, (self.witness,)
 
 
-def test_checkpoint_metadata_cannot_run_code(saved: Any, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(saved["folder"], tmp_path / "copy"))
+def test_checkpoint_metadata_cannot_run_code(saved: Saved, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved.folder, tmp_path / "copy"))
     (folder / "dcp" / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "witness")))
     with pytest.raises(DataError, match="has no place in a checkpoint's metadata"):
         read_metadata(folder)
     assert not (tmp_path / "witness").exists()
 
 
-def test_checkpoint_metadata_cannot_change_a_class(saved: Any, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(saved["folder"], tmp_path / "copy"))
+def test_checkpoint_metadata_cannot_change_a_class(saved: Saved, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved.folder, tmp_path / "copy"))
     path = folder / "dcp" / ".metadata"
     module = "torch.distributed.checkpoint.metadata"
     victims = {
@@ -255,8 +204,8 @@ def test_checkpoint_metadata_cannot_change_a_class(saved: Any, tmp_path: Path) -
     assert Path(folder).is_dir() is True
 
 
-def test_checkpoint_metadata_cannot_change_what_all_share(saved: Any, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(saved["folder"], tmp_path / "copy"))
+def test_checkpoint_metadata_cannot_change_what_all_share(saved: Saved, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved.folder, tmp_path / "copy"))
     encodings = "ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
     hostile = f"{encodings}(I0\ntR}}S'_value_'\nI7\nsb."
     (folder / "dcp" / ".metadata").write_bytes(hostile.encode())
@@ -265,8 +214,8 @@ def test_checkpoint_metadata_cannot_change_what_all_share(saved: Any, tmp_path: 
     assert [one.value for one in _MEM_FORMAT_ENCODING] == [0, 1, 2]
 
 
-def test_checkpoint_metadata_is_read_as_pickle_would_read_it(saved: Any, on_ranks: Callable[[int], Any]) -> None:
-    for folder in (saved["folder"], on_ranks(2)["checkpoint"]):
+def test_checkpoint_metadata_is_read_as_pickle_would_read_it(saved: Saved, two_ranks: TwoRanks) -> None:
+    for folder in (saved.folder, two_ranks.checkpoint):
         assert read_metadata(folder) == pickle.loads((folder / "dcp" / ".metadata").read_bytes())
 
 
@@ -274,8 +223,8 @@ def test_checkpoint_metadata_is_read_as_pickle_would_read_it(saved: Any, on_rank
 
 
 @pytest.fixture
-def copy(saved: Any, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(saved["folder"], tmp_path / "copy"))
+def copy(saved: Saved, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved.folder, tmp_path / "copy"))
 
 
 def shard_of(folder: Path) -> Path:
@@ -283,10 +232,10 @@ def shard_of(folder: Path) -> Path:
     return shard
 
 
-def test_a_whole_checkpoint_is_found_whole(saved: Any, on_ranks: Callable[[int], Any]) -> None:
+def test_a_whole_checkpoint_is_found_whole(saved: Saved, two_ranks: TwoRanks) -> None:
     check = load_spec(TRAIN_BACKENDS, "fsdp").load_check_checkpoint()
-    assert check(saved["folder"], world_size=1) == []
-    assert check(on_ranks(2)["checkpoint"], world_size=2) == []
+    assert check(saved.folder, world_size=1) == []
+    assert check(two_ranks.checkpoint, world_size=2) == []
 
 
 def test_a_shard_that_is_cut_short_or_overwritten_or_gone_is_named(copy: Path) -> None:
@@ -343,13 +292,13 @@ def test_random_states_are_looked_at_for_every_rank(copy: Path) -> None:
 
 @pytest.mark.parametrize("content", [None, b""])
 def test_random_states_that_nobody_will_read_may_be_missing_or_damaged(
-    copy: Path, models: dict[str, str], tmp_path: Path, content: bytes | None
+    copy: Path, models: dict[str, Path], tmp_path: Path, content: bytes | None
 ) -> None:
     state = copy / "rng_rank00000.safetensors"
     state.unlink() if content is None else state.write_bytes(content)
     assert check_checkpoint(copy, world_size=2) == check_checkpoint(copy, world_size=None) == []
     assert len(check_checkpoint(copy, world_size=1)) == 1
-    export_checkpoint(copy, Path(models["qwen3-tied"]), tmp_path / "out")
+    export_checkpoint(copy, models["qwen3-tied"], tmp_path / "out")
 
 
 def test_all_that_is_wrong_is_found_at_once_and_nothing_is_executed(copy: Path, tmp_path: Path) -> None:
@@ -357,7 +306,8 @@ def test_all_that_is_wrong_is_found_at_once_and_nothing_is_executed(copy: Path, 
     for path in copy.rglob("*"):
         if path.is_file():
             path.write_bytes(hostile)
-    state, metadata = check_checkpoint(copy)
+    checksums, state, metadata = check_checkpoint(copy)
+    assert checksums.startswith(f"{copy / 'checksums.json'} is damaged: ")
     assert state.startswith(f"{copy / 'trainer_state.json'} is damaged: ")
     assert metadata.startswith(f"{copy / 'dcp' / '.metadata'} is damaged: ")
     assert metadata.endswith(" has no place in a checkpoint's metadata; use another checkpoint of the run")
@@ -390,39 +340,65 @@ def test_metadata_that_points_elsewhere_is_refused(copy: Path) -> None:
     assert found_with(lambda one: setattr(one, "storage_data", 3)).startswith(f"{path} is damaged: ")
 
 
-def test_a_damaged_tensor_is_refused_in_one_line(copy: Path, models: dict[str, str], tmp_path: Path) -> None:
+def test_a_damaged_tensor_is_refused_in_one_line(copy: Path, models: dict[str, Path], tmp_path: Path) -> None:
     shard = shard_of(copy)
     content = bytearray(shard.read_bytes())
     offsets = [one.offset for one in read_metadata(copy).storage_data.values()]
     for offset in offsets:
         content[offset + 60 : offset + 160] = b"\xff" * 100
     shard.write_bytes(content)
+    write_checksums(copy, checksums_of(copy, 0, 1))  # as if it had been damaged before it was saved
     with pytest.raises(DataError, match=r"^reading the checkpoint .*; use another checkpoint of the run$"):
-        export_checkpoint(copy, Path(models["qwen3-tied"]), tmp_path / "out")
+        export_checkpoint(copy, models["qwen3-tied"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_one_changed_byte_of_the_tensors_is_found_when_they_are_read(
+    copy: Path, models: dict[str, Path], tmp_path: Path
+) -> None:
+    shard = shard_of(copy)
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    assert check_checkpoint(copy, world_size=1) == []  # which reads no tensor
+    said = f"^{shard} is damaged, or of another checkpoint: its checksum is not the one in checksums.json; use another"
+    with one_rank(config_of(models["qwen3-tied"], load=str(copy))) as backend, pytest.raises(DataError, match=said):
+        backend.setup()
+    with pytest.raises(DataError, match=said):
+        export_checkpoint(copy, models["qwen3-tied"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_checksums_that_are_missing_or_not_their_own_are_named(copy: Path) -> None:
+    path = copy / "checksums.json"
+    whole = path.read_text()
+    another_number = whole.replace('": ', '": 1', 1)
+    for damaged in ("", "[]", '{"files": 3, "crc32": 0}', whole[:-20], another_number):
+        path.write_text(damaged)
+        (found,) = check_checkpoint(copy)
+        assert found.startswith(f"{path} is damaged: ")
+    write_checksums(copy, {"../elsewhere": 0})
+    assert check_checkpoint(copy) == [
+        f"{path} is damaged: its own checksum does not fit; use another checkpoint of the run"
+    ]
+    path.unlink()
+    assert check_checkpoint(copy) == [
+        f"{copy} is no complete checkpoint: {path} is missing; use another checkpoint of the run"
+    ]
 
 
 # -- export ------------------------------------------------------------------------------------------------------------
 
 
 def test_large_exports_are_split_into_indexed_files(
-    saved: Any, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saved: Saved, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("drivetrain_backend_fsdp.checkpoint._EXPORT_SHARD_BYTES", 8000)
-    export_checkpoint(saved["folder"], Path(models["qwen3-tied"]), tmp_path / "out")
+    export_checkpoint(saved.folder, models["qwen3-tied"], tmp_path / "out")
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 1
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    assert_same(model_weights(model), saved["before"])
+    assert_same(model_weights(model), saved.weights)
     # The backend reads such an index too.
-    with one_rank(config_of(str(tmp_path / "out"))) as backend:
+    with one_rank(config_of(tmp_path / "out")) as backend:
         backend.setup()
-        assert_same(exported(backend), saved["before"])
-
-
-def test_bf16_models_train_in_fp32_and_export_in_bf16(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", "llama", dtype="bfloat16")
-    with one_rank(config_of(model, bf16=True, lr=1e-5)) as backend:
-        train_here(backend, make_rollout(8))
-        masters = exported(backend)
-        assert any(not torch.equal(one, one.bfloat16().float()) for one in masters.values())
-        assert_same(exported(backend, dtype=None), {name: one.bfloat16() for name, one in masters.items()})
+        assert_same(exported(backend), saved.weights)

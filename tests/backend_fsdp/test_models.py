@@ -7,18 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_testing import (
-    VOCABULARY,
-    assert_same,
-    config_of,
-    exported,
-    make_model,
-    make_rollout,
-    model_weights,
-    one_rank,
-    reference_log_probs,
-    tiny_config,
-)
+from conftest import TwoRanks
+from fsdp_testing import assert_same, config_of, exported, model_weights, one_rank, rollout_of
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -33,6 +23,7 @@ from transformers import (
 )
 
 from drivetrain_backend_api.errors import ConfigError, DataError, DrivetrainError, UnsupportedModelError
+from drivetrain_backend_api.testing.models import VOCABULARY, make_model, tiny_config
 from drivetrain_backend_fsdp.causal_lm import refuse_by_config
 from drivetrain_backend_fsdp.proof import prove_packing, shrunken
 
@@ -99,20 +90,20 @@ def test_shrinking_keeps_one_layer_of_each_kind_and_the_head_size() -> None:
 def test_a_refused_model_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
     Gemma2Config(head_dim=16, architectures=["Gemma2ForCausalLM"], **SIZES).save_pretrained(tmp_path)
     with (
-        one_rank(config_of(str(tmp_path))) as backend,
+        one_rank(config_of(tmp_path)) as backend,
         pytest.raises(UnsupportedModelError, match=r"gemma2 \(Gemma2ForCausalLM\)"),
     ):
         backend.setup()
 
 
 def refusal(folder: Path) -> str:
-    with one_rank(config_of(str(folder))) as backend, pytest.raises(DrivetrainError) as caught:
+    with one_rank(config_of(folder)) as backend, pytest.raises(DrivetrainError) as caught:
         backend.setup()
     return str(caught.value)
 
 
 @pytest.fixture
-def copied(models: dict[str, str], tmp_path: Path) -> Path:
+def copied(models: dict[str, Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(models["qwen3-tied"], tmp_path / "model"))
 
 
@@ -135,6 +126,12 @@ def test_missing_unexpected_and_misshapen_tensors_are_all_named(copied: Path) ->
     assert "'model.layers.0.mlp.up_proj.weight' in model.safetensors has shape [3, 4]" in message
 
 
+def test_a_folder_that_rank_0_refuses_is_refused_by_all_ranks_alike(two_ranks: TwoRanks) -> None:
+    messages = set(two_ranks.refusals)
+    assert len(messages) == 1
+    assert "'model.norm.weight' is missing" in messages.pop()
+
+
 def test_a_truncated_file_is_named(copied: Path) -> None:
     whole = (copied / "model.safetensors").read_bytes()
     (copied / "model.safetensors").write_bytes(whole[:-100])
@@ -153,14 +150,14 @@ def test_an_index_that_points_to_nothing_is_named(copied: Path) -> None:
     assert "'model.other' in model.safetensors, which lacks it" in refusal(copied)
 
 
-def test_a_tied_weight_may_be_stored_under_either_name_or_both(models: dict[str, str], copied: Path) -> None:
+def test_a_tied_weight_may_be_stored_under_either_name_or_both(models: dict[str, Path], copied: Path) -> None:
     expected = model_weights(AutoModelForCausalLM.from_pretrained(models["qwen3-tied"]))
     embedding = expected["model.embed_tokens.weight"]
     rewrite(copied, lm_head__weight=embedding.clone())
     for stored in ("both", "head only"):
         if stored == "head only":
             rewrite(copied, model__embed_tokens__weight=None)
-        with one_rank(config_of(str(copied))) as backend:
+        with one_rank(config_of(copied)) as backend:
             backend.setup()
             assert_same(exported(backend), expected)
 
@@ -171,35 +168,8 @@ def test_a_tied_weight_stored_twice_with_different_values_is_refused(copied: Pat
     assert "stored tensors differ" in refusal(copied)
 
 
-def test_reference_and_teacher_give_their_own_log_probs(models: dict[str, str]) -> None:
-    rollout = make_rollout(8)
-    config = config_of(
-        models["qwen3"], ref_load=models["llama-tied"], opd_teacher_load=models["qwen2"], micro_batch_size=3
-    )
-    with one_rank(config) as backend:
-        backend.setup(with_ref=True, with_opd_teacher=True)
-        shard = backend.preprocess_rollout_data(rollout)
-        found = {
-            models["llama-tied"]: backend.maybe_compute_ref_log_probs(shard),
-            models["qwen2"]: backend.maybe_compute_teacher_log_probs(shard),
-            models["qwen3"]: backend.forward_only(shard),
-        }
-    for folder, log_probs in found.items():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-        assert log_probs is not None
-        for position, one in zip(shard.positions, log_probs, strict=True):
-            expected = reference_log_probs(model, rollout, position, 1.0)[0].detach()
-            torch.testing.assert_close(one, expected, rtol=1e-5, atol=1e-5)  # fp32, another order of sums
-
-
-def test_without_a_reference_there_are_no_reference_log_probs(models: dict[str, str]) -> None:
-    with one_rank(config_of(models["qwen3"])) as backend:
-        backend.setup()
-        assert backend.maybe_compute_ref_log_probs(backend.preprocess_rollout_data(make_rollout(3))) is None
-
-
 def test_a_reference_that_is_not_given_or_has_another_vocabulary_is_refused(
-    models: dict[str, str], tmp_path: Path
+    models: dict[str, Path], tmp_path: Path
 ) -> None:
     with one_rank(config_of(models["qwen3"])) as backend, pytest.raises(ConfigError, match="--ref-load"):
         backend.setup(with_ref=True)
@@ -213,13 +183,13 @@ def test_a_reference_that_is_not_given_or_has_another_vocabulary_is_refused(
         backend.setup(with_opd_teacher=True)
 
 
-def test_a_teacher_whose_vocabulary_is_padded_further_is_taken(models: dict[str, str], tmp_path: Path) -> None:
+def test_a_teacher_whose_vocabulary_is_padded_further_is_taken(models: dict[str, Path], tmp_path: Path) -> None:
     other = tiny_config("qwen2")
     other.vocab_size = VOCABULARY + 1
     AutoModelForCausalLM.from_config(other).save_pretrained(tmp_path)
     with one_rank(config_of(models["qwen3"], opd_teacher_load=str(tmp_path))) as backend:
         backend.setup(with_opd_teacher=True)
-        found = backend.maybe_compute_teacher_log_probs(backend.preprocess_rollout_data(make_rollout(3)))
+        found = backend.maybe_compute_teacher_log_probs(backend.preprocess_rollout_data(rollout_of(3)))
         assert found is not None
         assert all(torch.isfinite(one).all() for one in found)
 
