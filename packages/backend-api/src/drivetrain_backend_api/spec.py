@@ -108,7 +108,7 @@ class PluginSpec:
     worker_env: Callable[[Any], Mapping[str, str]] = no_environment
 
     def __new__(cls, **fields: Any) -> Self:
-        """Refuse a spec of another API version before its fields are looked at: they may be unknown here, or too few."""
+        """Refuse a spec of another API version before its fields are looked at: some may be unknown here."""
         theirs = fields.get("api_version", API_VERSION)
         if theirs != API_VERSION:
             raise SpecVersionError(theirs)
