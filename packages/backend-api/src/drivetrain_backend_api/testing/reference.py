@@ -118,6 +118,7 @@ def reference_train(folder: Path, rollout: RolloutBatch, config: TrainConfig, *,
                 loss = -((ratio * advantages[one] + ENTROPY_COEF * entropy) * mask / length).sum() / sequences
             loss.backward()  # type: ignore[no-untyped-call]
             loss_sum += loss.item()
+            log_p, entropy = log_p.detach(), entropy.detach()
             entropy_sum += float((entropy * mask).sum()) / tokens
             first = int(rollout.total_lengths[one]) - len(mask) - 1
             for place in torch.nonzero(mask)[:, 0].tolist():
