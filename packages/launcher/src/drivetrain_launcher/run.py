@@ -180,6 +180,9 @@ def prepare_stage(
         config: what is checked now.
         start_from: what is run, where the model it starts from is only made by the stage before.
     """
+    by_default = _computes_in_fp32_by_default(config)
+    if by_default:
+        config, start_from = _in_fp32(config), _in_fp32(start_from) if start_from else None
     for note in preflight(config):
         console.print(f"note: {note}", markup=False)
     from drivetrain_launcher.data import PromptDataset, sft_samples
@@ -206,9 +209,8 @@ def prepare_stage(
         engine_environment(config)
     stop = _num_rollouts(config, len(dataset))
     config = _resolved(_absolute(start_from or config), stop)
-    if _computes_in_fp32_by_default(config):
+    if by_default:
         console.print(f"{title}: no GPU here, so computing in fp32, which CPUs do many times faster than bf16")
-        config = dataclasses.replace(config, train=dataclasses.replace(config.train, fp32=True))
     return PreparedStage(
         title=title,
         config=config,
@@ -334,6 +336,10 @@ def _computes_in_fp32_by_default(config: DrivetrainConfig) -> bool:
     train = config.train
     chosen = train.bf16 or train.fp16 or train.fp32
     return not chosen and config.placement.ray_address is None and not torch.cuda.is_available()
+
+
+def _in_fp32(config: DrivetrainConfig) -> DrivetrainConfig:
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, fp32=True))
 
 
 def _absolute(config: DrivetrainConfig) -> DrivetrainConfig:

@@ -112,6 +112,9 @@ class Ranks:
         except subprocess.TimeoutExpired:
             server.kill()
             server.wait()
+        assert server.stdout is not None
+        self._listener.join(10)
+        server.stdout.close()
 
     def _started(self) -> "subprocess.Popen[str]":
         if self._server is not None and self._server.poll() is None:
@@ -126,7 +129,8 @@ class Ranks:
                 text=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **self._environment},
             )
-        threading.Thread(target=_listen, args=(self._server, self._answers), daemon=True).start()
+        self._listener = threading.Thread(target=_listen, args=(self._server, self._answers), daemon=True)
+        self._listener.start()
         self._answer(START_DEADLINE)
         return self._server
 
