@@ -90,11 +90,27 @@ def write_report(path: Path, found: Sequence[Claims], facts: Mapping[str, Mappin
         found: the claims.
         facts: for each backend, what it is: distribution, versions, capabilities.
     """
+    aside = path.with_name(path.name + ".partial")
+    aside.write_text(json.dumps(to_plain(found, facts), indent=1, allow_nan=True) + "\n")
+    aside.replace(path)
+
+
+def to_plain(found: Sequence[Claims], facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Turn claims and facts into what a report holds."""
     backends = []
     for name in dict.fromkeys(one.backend for one in found):
         claims = [claim for one in found if one.backend == name for claim in one.found]
         counts = {verdict.value: sum(claim.verdict is verdict for claim in claims) for verdict in Verdict}
-        backends.append({"backend": name, **facts.get(name, {}), "counts": counts, "claims": list(map(asdict, claims))})
-    aside = path.with_name(path.name + ".partial")
-    aside.write_text(json.dumps({"format": FORMAT, "backends": backends}, indent=1, allow_nan=True) + "\n")
-    aside.replace(path)
+        plain = [asdict(claim) | {"verdict": claim.verdict.value} for claim in claims]
+        backends.append({"backend": name, "facts": dict(facts.get(name, {})), "counts": counts, "claims": plain})
+    return {"format": FORMAT, "backends": backends}
+
+
+def from_plain(report: Mapping[str, Any]) -> tuple[list[Claims], dict[str, Mapping[str, Any]]]:
+    """Inverse of `to_plain`."""
+    found = []
+    for one in report["backends"]:
+        claims = Claims(one["backend"])
+        claims.found = [Claim(**claim | {"verdict": Verdict(claim["verdict"])}) for claim in one["claims"]]
+        found.append(claims)
+    return found, {one["backend"]: one["facts"] for one in report["backends"]}

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from drivetrain_backend_api.testing.claims import Claims, Verdict, write_report
+from drivetrain_backend_api.testing.claims import Claims, Verdict, from_plain, to_plain, write_report
 
 CLAIMS = pytest.StashKey[list[Claims]]()
+_WORKER = "drivetrain_conformance"
 FACTS = pytest.StashKey[dict[str, Mapping[str, Any]]]()
 
 
@@ -51,11 +52,22 @@ def chosen_ranks(config: pytest.Config) -> tuple[int, ...] | None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write the report."""
+    """Write the report; a worker of pytest-xdist hands its part to the process that started it."""
+    found, facts = session.config.stash[CLAIMS], session.config.stash[FACTS]
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput[_WORKER] = to_plain(found, facts)
+        return
     report = session.config.getoption("--conformance-report")
     if report:
-        found, facts = session.config.stash[CLAIMS], session.config.stash[FACTS]
         write_report(Path(report), found, facts)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what a worker of pytest-xdist has found."""
+    found, facts = from_plain(getattr(node, "workeroutput", {}).get(_WORKER, {"backends": []}))
+    node.config.stash[CLAIMS].extend(found)
+    node.config.stash[FACTS].update(facts)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

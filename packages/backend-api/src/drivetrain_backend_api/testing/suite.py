@@ -9,6 +9,7 @@ contract, held against a plain single-process reference or against the backend's
 
 import inspect
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from importlib.metadata import entry_points, version
 from typing import Any, ClassVar
 
@@ -139,8 +140,9 @@ def _fewest(layouts: list[Layout]) -> list[Layout]:
 
 
 def _pairs(layouts: list[Layout]) -> list[tuple[Layout, Layout]]:
-    """(target, source): each layout from the one before it, and the first from the last."""
-    return [(target, layouts[place - 1]) for place, target in enumerate(layouts) if len(layouts) > 1]
+    """(target, source): each layout from the one before it, and the first from the last; one rank is always there."""
+    chain = layouts if Layout() in layouts else [Layout(), *layouts]
+    return [(target, chain[place - 1]) for place, target in enumerate(chain) if len(chain) > 1]
 
 
 def _choices(spec: BackendSpec, test: str) -> dict[str, tuple[list[Any], list[str]]]:
@@ -182,7 +184,11 @@ def _facts(spec: BackendSpec) -> dict[str, Any]:
         "distribution": entry.dist.name if entry.dist else "",
         "version": entry.dist.version if entry.dist else "",
         "api_version": spec.api_version,
-        "capabilities": vars(spec.capabilities) if hasattr(spec.capabilities, "__dict__") else {},
+        "capabilities": {name: _plain(one) for name, one in asdict(spec.capabilities).items()},
         "torch": version("torch"),
         "transformers": version("transformers"),
     }
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
