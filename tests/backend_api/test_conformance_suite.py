@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,7 @@ from drivetrain_backend_api.config import TrainConfig
 from drivetrain_backend_api.spec import BackendSpec
 from drivetrain_backend_api.testing import comparing
 from drivetrain_backend_api.testing.algorithms import ENTROPY_COEF, RAISED
-from drivetrain_backend_api.testing.claims import Claims, Tolerance, Verdict, write_report
+from drivetrain_backend_api.testing.claims import Claims, Tolerance, Verdict, from_plain, to_plain, write_report
 from drivetrain_backend_api.testing.damage import DAMAGES, files_of
 from drivetrain_backend_api.testing.judge import Judge, act
 from drivetrain_backend_api.testing.layouts import Layout, claimed_layouts
@@ -320,7 +321,7 @@ def test_the_report_holds_every_claim(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "report.json").read_text())
     mine, theirs = report["backends"]
     assert report["format"] == 1
-    assert (mine["backend"], mine["version"], theirs["backend"]) == ("mine", "1.2", "other")
+    assert (mine["backend"], mine["facts"], theirs["backend"]) == ("mine", {"version": "1.2"}, "other")
     assert mine["counts"] == {"holds": 1, "broken": 2, "not claimed": 1}
     assert mine["claims"][0] == {
         "test": "test_x",
@@ -334,6 +335,16 @@ def test_the_report_holds_every_claim(tmp_path: Path) -> None:
     assert [one["verdict"] for one in mine["claims"]] == ["holds", "broken", "broken", "not claimed"]
     assert math.isnan(mine["claims"][1]["difference"])
     assert theirs["counts"] == {"holds": 1, "broken": 0, "not claimed": 0}
+
+
+def test_workers_hand_over_all_that_they_found() -> None:
+    claims, facts = Claims("mine"), {"mine": {"version": "1.2"}}
+    claims.close("test_x", "loss", "dp2", 0.25, CLOSE)
+    claims.true("test_y", "states", "single", False, "seen")
+    claims.not_claimed("test_z", "tp")
+    sent = json.loads(json.dumps(to_plain([claims], facts)))
+    (received,), received_facts = from_plain(sent)
+    assert (received.backend, received.found, received_facts) == ("mine", claims.found, facts)
 
 
 @pytest.fixture
@@ -460,10 +471,15 @@ def test_an_unknown_backend_is_refused_with_the_way_out(sessions: dict[str, dict
     assert sessions["unknown"]["code"] != 0
 
 
-def test_chosen_ranks_narrow_the_layouts(sessions: dict[str, dict[str, Any]]) -> None:
-    tests = [line for line in sessions["two ranks"]["output"].splitlines() if "::" in line]
-    assert any("test_training_equals_a_plain_model[dp2-packed]" in one for one in tests)
-    assert not any("[single" in one or "dp4" in one for one in tests)
+def test_chosen_ranks_narrow_the_layouts_and_resharding_is_judged_from_one_rank_too(
+    sessions: dict[str, dict[str, Any]],
+) -> None:
+    drawn: dict[str, set[str]] = {}
+    for test, parameters in re.findall(r"::(test_\w+)\[(.+)\]", sessions["two ranks"]["output"]):
+        drawn.setdefault(test, set()).add(parameters)
+    assert drawn["test_sleep_does_not_grow"] == {"dp2"}
+    assert drawn["test_a_resumed_run_is_the_same_run"] == {"dp2-fp32", "dp2-bf16", "dp2-fp16"}
+    assert drawn["test_a_checkpoint_loads_under_another_layout"] == {"single-to-dp2", "dp2-to-single"}
     assert sessions["two ranks"]["code"] == 0
 
 
@@ -472,7 +488,7 @@ def test_what_is_not_claimed_is_reported(sessions: dict[str, dict[str, Any]]) ->
     assert session["code"] == 0, session["output"]
     assert "not claimed: tp, sp, pp, cp, async_save" in session["output"]
     (backend,) = session["report"]["backends"]
-    assert (backend["backend"], backend["distribution"]) == ("fsdp", "drivetrain-backend-fsdp")
+    assert (backend["backend"], backend["facts"]["distribution"]) == ("fsdp", "drivetrain-backend-fsdp")
     assert backend["counts"] == {"holds": 0, "broken": 0, "not claimed": 5}
     assert [one["what"] for one in backend["claims"]] == ["tp", "sp", "pp", "cp", "async_save"]
 
