@@ -1,5 +1,7 @@
 """Differences between what ranks found and what was expected, each as one number or a list of names."""
 
+import math
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,27 +11,33 @@ from torch import Tensor
 from drivetrain_backend_api.testing.reference import TokenKey
 
 
+def worst(differences: Iterable[float]) -> float:
+    """Largest of some differences, nan when any of them is nan (which `max` would lose), 0 when there are none."""
+    found = list(differences)
+    return math.nan if any(math.isnan(one) for one in found) else max(found, default=0.0)
+
+
 def scalars(found: Sequence[float], expected: Sequence[float]) -> float:
     """Largest difference, relative to the expected value where that is above 1; inf for another count."""
     if len(found) != len(expected):
         return float("inf")
-    return max((abs(one - other) / max(1.0, abs(other)) for one, other in zip(found, expected)), default=0.0)
+    return worst(abs(one - other) / max(1.0, abs(other)) for one, other in zip(found, expected))
 
 
 def relative(found: Sequence[float], expected: Sequence[float], floor: float) -> float:
     """Largest difference relative to the expected value, or to `floor` where that is larger; inf for another count."""
     if len(found) != len(expected):
         return float("inf")
-    return max((abs(one - other) / max(floor, abs(other)) for one, other in zip(found, expected)), default=0.0)
+    return worst(abs(one - other) / max(floor, abs(other)) for one, other in zip(found, expected))
 
 
 def tensors(found: Mapping[Any, Tensor], expected: Mapping[Any, Tensor]) -> float:
     """Largest relative error of any tensor, in the Euclidean norm; inf when names or shapes differ."""
     if set(found) != set(expected) or any(found[name].shape != one.shape for name, one in expected.items()):
         return float("inf")
-    return max(
-        (float((found[name].double() - one.double()).norm() / one.double().norm()) for name, one in expected.items()),
-        default=0.0,
+    return worst(
+        float((found[name].double() - one.double()).norm() / (one.double().norm() or 1.0))
+        for name, one in expected.items()
     )
 
 
@@ -47,17 +55,14 @@ def values(found: Mapping[Any, Tensor], expected: Mapping[Any, Tensor]) -> float
     if set(found) != set(expected) or any(found[name].shape != one.shape for name, one in expected.items()):
         return float("inf")
     parts = [(found[key] - one).abs() / one.abs().clamp(min=1) for key, one in expected.items() if one.numel()]
-    return max((float(one.max()) for one in parts), default=0.0)
+    return worst(float(one.max()) for one in parts)
 
 
 def tokens(found: Mapping[TokenKey, Iterable[float]], expected: Mapping[TokenKey, float]) -> float:
     """Largest difference of any token's values, relative above 1; inf when tokens are missing or too many."""
     if set(found) != set(expected):
         return float("inf")
-    return max(
-        (abs(one - expected[key]) / max(1.0, abs(expected[key])) for key, ones in found.items() for one in ones),
-        default=0.0,
-    )
+    return worst(abs(one - expected[key]) / max(1.0, abs(expected[key])) for key, ones in found.items() for one in ones)
 
 
 def different(found: Any, expected: Any, name: str = "") -> list[str]:
@@ -67,7 +72,7 @@ def different(found: Any, expected: Any, name: str = "") -> list[str]:
             isinstance(found, Tensor)
             and found.dtype == expected.dtype
             and found.shape == expected.shape
-            and torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+            and torch.equal(_bytes(found), _bytes(expected))
         )
         return [] if same else [name]
     if isinstance(expected, Mapping):
@@ -82,7 +87,13 @@ def different(found: Any, expected: Any, name: str = "") -> list[str]:
             for place, (one, other) in enumerate(zip(found, expected))
             for leaf in different(one, other, f"{name}[{place}]")
         ]
-    return [] if found == expected or (found != found and expected != expected) else [name]
+    if isinstance(expected, float):
+        return [] if isinstance(found, float) and struct.pack("d", found) == struct.pack("d", expected) else [name]
+    return [] if found == expected else [name]
+
+
+def _bytes(one: Tensor) -> Tensor:
+    return one.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def merged_log_probs(results: Sequence[Mapping[str, Any]]) -> tuple[dict[int, Tensor], list[str]]:
