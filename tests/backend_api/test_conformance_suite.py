@@ -321,7 +321,7 @@ def test_the_report_holds_every_claim(tmp_path: Path) -> None:
     mine, theirs = report["backends"]
     assert report["format"] == 1
     assert (mine["backend"], mine["facts"], theirs["backend"]) == ("mine", {"version": "1.2"}, "other")
-    assert mine["counts"] == {"holds": 1, "broken": 2, "not claimed": 1}
+    assert mine["counts"] == {"holds": 1, "broken": 2, "not claimed": 1, "claimed, not judged": 0}
     assert mine["claims"][0] == {
         "test": "test_x",
         "what": "loss",
@@ -332,8 +332,8 @@ def test_the_report_holds_every_claim(tmp_path: Path) -> None:
         "why": "rounding",
     }
     assert [one["verdict"] for one in mine["claims"]] == ["holds", "broken", "broken", "not claimed"]
-    assert math.isnan(mine["claims"][1]["difference"])
-    assert theirs["counts"] == {"holds": 1, "broken": 0, "not claimed": 0}
+    assert mine["claims"][1]["difference"] == "nan"  # which JSON has no number for
+    assert theirs["counts"] == {"holds": 1, "broken": 0, "not claimed": 0, "claimed, not judged": 0}
 
 
 def test_workers_hand_over_all_that_they_found() -> None:
@@ -355,15 +355,11 @@ def judge() -> Iterator[Judge]:
 
 
 def break_claims(judge: Judge) -> None:
+    judge.test = "break_claims"
     with judge.check("dp2") as check:
         check.close("loss", NAN, CLOSE)
         check.true("metrics on all ranks", True)
         check.same("weights", ["a", "b"])
-
-
-def break_off(judge: Judge) -> None:
-    with judge.check("dp2"):
-        raise KeyError("weights")
 
 
 def test_a_test_fails_with_every_broken_claim_at_its_end(judge: Judge) -> None:
@@ -375,13 +371,6 @@ def test_a_test_fails_with_every_broken_claim_at_its_end(judge: Judge) -> None:
     ]
     assert [one.verdict for one in judge.claims.found] == [Verdict.BROKEN, Verdict.HOLDS, Verdict.BROKEN]
     assert {one.test for one in judge.claims.found} == {"break_claims"}
-
-
-def test_a_test_that_breaks_off_is_a_broken_claim(judge: Judge) -> None:
-    with pytest.raises(KeyError):
-        break_off(judge)
-    (claim,) = judge.claims.found
-    assert (claim.test, claim.verdict, claim.why) == ("break_off", Verdict.BROKEN, "KeyError: 'weights'")
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------
@@ -488,7 +477,7 @@ def test_what_is_not_claimed_is_reported(sessions: dict[str, dict[str, Any]]) ->
     assert "not claimed: tp, sp, pp, cp, async_save" in session["output"]
     (backend,) = session["report"]["backends"]
     assert (backend["backend"], backend["facts"]["distribution"]) == ("fsdp", "drivetrain-backend-fsdp")
-    assert backend["counts"] == {"holds": 0, "broken": 0, "not claimed": 5}
+    assert backend["counts"] == {"holds": 0, "broken": 0, "not claimed": 5, "claimed, not judged": 0}
     assert [one["what"] for one in backend["claims"]] == ["tp", "sp", "pp", "cp", "async_save"]
 
 

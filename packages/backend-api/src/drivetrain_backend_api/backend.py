@@ -120,6 +120,9 @@ class TrainBackend(ABC):
         never averaged.
 
         Returns: step_fn's dicts in order on the last stage, [] elsewhere.
+
+        Raises:
+            DrivetrainError: a loss that is no scalar, or that does not depend on the model; the message says so.
         """
 
     @abstractmethod

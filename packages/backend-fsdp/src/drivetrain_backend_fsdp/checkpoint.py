@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -81,7 +82,10 @@ def save_checkpoint(
             )
 
     def write_own() -> None:
-        save_file(_random_state(device), rng_file(folder, rank))
+        try:
+            save_file(_random_state(device), rng_file(folder, rank))
+        except SafetensorError as error:
+            raise DrivetrainError(f"writing {rng_file(folder, rank)} failed: {error}") from error
         if rank == 0:
             state = TrainerState(
                 format=FORMAT,
@@ -103,7 +107,7 @@ def save_checkpoint(
         )
     except CheckpointException as error:
         raise DrivetrainError(f"writing the checkpoint {folder} failed: {_first_failure(error)}") from error
-    parts = gathered(together(lambda: checksums_of(folder, rank, ranks), control), control)
+    parts = gathered(together(lambda: checksums_of(folder, rank), control), control)
     checksums = {name: one for part in parts for name, one in part.items()}
     together(lambda: write_checksums(folder, checksums) if rank == 0 else None, control)
 

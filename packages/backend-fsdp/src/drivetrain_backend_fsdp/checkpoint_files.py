@@ -93,10 +93,12 @@ def rng_file(folder: Path, rank: int) -> Path:
     return folder / f"rng_rank{rank:05d}.safetensors"
 
 
-def checksums_of(folder: Path, rank: int, ranks: int) -> dict[str, int]:
-    """Compute the CRC-32 of one rank's part of a folder's files, by their path in it. Everything is read once."""
-    names = sorted(str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file())
-    return {name: _crc32(folder / name) for name in names[rank::ranks] if name != CHECKSUMS}
+def checksums_of(folder: Path, rank: int) -> dict[str, int]:
+    """Compute the CRC-32 of every file that a rank has written, by its path in the folder."""
+    paths = [rng_file(folder, rank), *(folder / TENSORS).glob(f"__{rank}_*")]
+    if rank == 0:
+        paths += [folder / STATE, folder / TENSORS / _METADATA]
+    return {str(one.relative_to(folder)): _crc32(one) for one in sorted(paths)}
 
 
 def write_checksums(folder: Path, checksums: Mapping[str, int]) -> None:
@@ -117,6 +119,10 @@ def verify_checksums(folder: Path, rank: int, ranks: int, *, same_ranks: bool) -
         DataError: a file is missing, or is not what was written; names the first.
     """
     checksums = _read_checksums(folder)
+    shards = [f"{TENSORS}/{one}" for one in _pieces_by_file(folder, read_metadata(folder))]
+    for name in (STATE, f"{TENSORS}/{_METADATA}", *sorted(shards)):
+        if name not in checksums:
+            raise DataError(f"{folder / CHECKSUMS} does not cover {name}; {OTHER_CHECKPOINT}")
     for name in sorted(checksums)[rank::ranks]:
         if not same_ranks and name.startswith("rng_rank"):
             continue

@@ -6,10 +6,11 @@ public contract; nothing here knows which backend it drives.
 
 import gc
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,23 +28,33 @@ from drivetrain_backend_api.weights import Holders, unflatten
 
 Action = Mapping[str, Any]
 
+RAISED_AT = "raised at "
+"""Begins the note that says when a rank raised, in seconds since the epoch."""
+
 
 def play(spec: BackendSpec, options: Mapping[str, Any], actions: Sequence[Action], rank: int, ranks: int) -> Any:
     """Make a backend on this rank, play the actions, and return their results by name; plain types and tensors."""
     backend = spec.load()(spec.config_class(**options), Role.POLICY, rank, ranks, "cpu")
     results: dict[str, Any] = {}
     with backend:
-        for action in actions:
-            arguments = {name: value for name, value in action.items() if name not in ("do", "as")}
-            results[action.get("as", action["do"])] = ACTIONS[action["do"]](backend, **arguments)
+        try:
+            for action in actions:
+                results[action.get("as", action["do"])] = _do(backend, action)
+        except BaseException as error:
+            error.add_note(f"{RAISED_AT}{time.time()}")  # before close() lets the other ranks notice
+            raise
     return results
+
+
+def _do(backend: TrainBackend, action: Action) -> Any:
+    return ACTIONS[action["do"]](backend, **{name: one for name, one in action.items() if name not in ("do", "as")})
 
 
 def setup(backend: TrainBackend, with_ref: bool = False, with_opd_teacher: bool = False) -> dict[str, Any]:
     """Set up, and say where this rank stands."""
     next_rollout_id = backend.setup(with_ref=with_ref, with_opd_teacher=with_opd_teacher)
     layout = backend.parallel
-    names = ("dp_size", "tp_size", "pp_size", "cp_size", "dp_rank", "rank", "world_size")
+    names = ("dp_size", "tp_size", "pp_size", "cp_size", "dp_rank", "pp_rank", "rank", "world_size")
     place = {name: getattr(layout, name) for name in names}
     return place | {"next_rollout_id": next_rollout_id, "last_stage": layout.is_last_stage}
 
@@ -55,28 +66,27 @@ def train(
     rollout_id: int = 0,
     failure: str = "",
 ) -> dict[str, Any]:
-    """Train on one rollout; metrics, and what the model said of each loss token that lay on this rank.
-
-    `failure` happens in the first call of step_fn on the data-parallel replica that comes last.
-    """
+    """Train on one rollout; metrics, and what the model said of each loss token that lay on this rank."""
     shard = _shard(backend, rollout)
-    driver: TokenMean = getattr(algorithms, algorithm)(failure=failure if _is_last_replica(backend) else "")
+    driver: TokenMean = getattr(algorithms, algorithm)(failure=failure if _fails_here(backend, failure) else "")
     metrics = backend.train(rollout_id, shard, driver)
-    counts = [sum(bool(samples) for samples in step) for step in shard.steps]
-    steps = [step for step, count in enumerate(counts) for _ in range(count)]
-    return {
-        "metrics": metrics,
-        "seen": [one | {"step": step} for one, step in zip(driver.seen, steps)],
-        "positions": list(shard.positions),
-        "fillers": sum(not samples for step in shard.steps for samples in step),
-    }
+    steps = [step for step, micro_batches in enumerate(shard.steps) for _ in micro_batches]
+    if len(driver.seen) != (len(steps) if backend.parallel.is_last_stage else 0):
+        raise AssertionError(f"step_fn was called {len(driver.seen)} times for {len(steps)} micro-batches")
+    return {"metrics": metrics, "seen": [_loss_tokens(one) | {"step": step} for one, step in zip(driver.seen, steps)]}
 
 
 def first_step(backend: TrainBackend, rollout: Mapping[str, Any], with_ref: bool) -> dict[str, float]:
     """Train one step against log-probs computed just before; see `FirstStep`."""
     driver = FirstStep(with_ref=with_ref)
     backend.train(0, _shard(backend, rollout), driver)
-    return {"ratio": driver.ratio, "kl": driver.kl, "log_ratio": driver.log_ratio}
+    moved, away = (torch.cat(one) if one else torch.zeros(0) for one in (driver.moved, driver.away))
+    return {
+        "ratio": _largest(moved.expm1()),
+        "log_ratio": _largest(away),
+        "kl": _largest(away.expm1() - away),
+        "tokens": float(sum(driver.tokens)),
+    }
 
 
 def log_probs(backend: TrainBackend, rollout: Mapping[str, Any], under: str = "policy") -> dict[str, Any] | None:
@@ -106,7 +116,7 @@ def split_step(backend: TrainBackend, rollout: Mapping[str, Any], look_between: 
         return driver.compute_loss(driver.extract_model_output(output, micro_batch), micro_batch, backend.groups)
 
     results = backend.forward_backward(packed, step_fn)
-    modes, random = _modes(), torch.get_rng_state()
+    modes, random = [(one, one.training) for one in _modules()], torch.get_rng_state()
     if look_between:
         backend.forward_only(shard)
     outcome = backend.optimizer_step()
@@ -114,7 +124,7 @@ def split_step(backend: TrainBackend, rollout: Mapping[str, Any], look_between: 
         "grad_norm": outcome.grad_norm,
         "results": len(results),
         "micro_batches": len(packed),
-        "modes_kept": modes == _modes(),
+        "modes_kept": all(one.training is training for one, training in modes),
         "rng_kept": torch.equal(random, torch.get_rng_state()),
     }
 
@@ -155,12 +165,14 @@ def abandon_export(backend: TrainBackend, leaver: int) -> str:
     return "went on to the end"
 
 
-def save(backend: TrainBackend, folder: str) -> None:
-    """Save a checkpoint into a folder that rank 0 makes."""
+def save(backend: TrainBackend, folder: str, between: Sequence[Action] = ()) -> None:
+    """Save a checkpoint into a folder that rank 0 makes; play actions while it is on its way to storage."""
     if backend.rank == 0:
         Path(folder).mkdir(parents=True)
     _meet(backend)
     handle = backend.save_checkpoint(Path(folder))
+    for action in between:
+        _do(backend, action)
     handle.poll()
     handle.finalize()
 
@@ -178,8 +190,8 @@ def wake(backend: TrainBackend, weights_only: bool = False) -> str:
 
 
 def cycle(backend: TrainBackend, times: int) -> dict[str, list[int]]:
-    """Sleep and wake many times, weights-only stops included; bytes of all live tensors after each time."""
-    tensors, resident = [], []
+    """Sleep and wake many times, weights-only stops included; what the process holds after each time."""
+    tensors, resident, handles = [], [], []
     for _ in range(times):
         backend.sleep(keep_weights=True)
         backend.sleep()
@@ -188,7 +200,8 @@ def cycle(backend: TrainBackend, times: int) -> dict[str, list[int]]:
         gc.collect()
         tensors.append(_live_tensor_bytes())
         resident.append(_resident_bytes())
-    return {"tensors": tensors, "resident": resident}
+        handles.append(_open_handles())
+    return {"tensors": tensors, "resident": resident, "handles": handles}
 
 
 def weights_tag(backend: TrainBackend, call: str, tag: str) -> str:
@@ -207,17 +220,17 @@ def random_state(backend: TrainBackend) -> Tensor:
     return torch.get_rng_state()
 
 
-def modes(backend: TrainBackend) -> list[bool]:
-    """Whether each live module is in training mode."""
-    return _modes()
+def modes(backend: TrainBackend) -> list[str]:
+    """Whether each live module is in training mode, with its class, sorted."""
+    gc.collect()
+    return sorted(f"{type(one).__qualname__} {one.training}" for one in _modules())
 
 
 def refused(backend: TrainBackend, action: Action) -> dict[str, str]:
     """Play an action that must be refused; returns the error's type and message, and the states before and after."""
     before = str(backend.lifecycle.state)
-    arguments = {name: value for name, value in action.items() if name not in ("do", "as")}
     try:
-        ACTIONS[action["do"]](backend, **arguments)
+        _do(backend, action)
     except DrivetrainError as error:
         kind, message = type(error).__name__, str(error)
     else:
@@ -232,6 +245,7 @@ def bare(backend: TrainBackend, call: str) -> None:
         "forward_backward": lambda: backend.forward_backward([], _no_step),
         "forward_only": lambda: backend.forward_backward([], _no_step, forward_only=True),
         "optimizer_step": backend.optimizer_step,
+        "train": lambda: backend.train(0, cast(RolloutShard, None), TokenMean()),
         "export_weights": lambda: backend.export_weights(1024),
         "save_checkpoint": lambda: backend.save_checkpoint(Path("never_written")),
         "sleep": backend.sleep,
@@ -252,7 +266,7 @@ def close(backend: TrainBackend) -> None:
 def pend(backend: TrainBackend, rollout: Mapping[str, Any], failure: str = "") -> None:
     """Leave gradients pending, poisoned ones where `failure` is "nan" or "inf"; see `train`."""
     shard = _shard(backend, rollout)
-    driver = TokenMean(failure=failure if _is_last_replica(backend) else "")
+    driver = TokenMean(failure=failure if _fails_here(backend, failure) else "")
     denominators = count_denominators(shard.batch, backend.groups)
     packed = [pack(shard.batch, samples, denominators=denominators) for samples in shard.steps[0]]
     backend.forward_backward(
@@ -314,8 +328,22 @@ def _plain(entry: Any) -> dict[str, Any]:
     return {name: getattr(entry, name) for name in names} | {"shape": list(entry.shape)}
 
 
-def _is_last_replica(backend: TrainBackend) -> bool:
-    return backend.parallel.dp_rank == backend.parallel.dp_size - 1
+def _fails_here(backend: TrainBackend, failure: str) -> bool:
+    """Poison the whole data-parallel replica that comes last; raise on one rank of it alone."""
+    place = backend.parallel
+    last_replica = place.dp_rank == place.dp_size - 1
+    alone = place.is_last_stage and (place.tp_rank, place.cp_rank) == (place.tp_size - 1, place.cp_size - 1)
+    return last_replica and (alone or failure != "raise")
+
+
+def _loss_tokens(seen: Mapping[str, Tensor]) -> dict[str, Any]:
+    chosen = seen["loss_mask"] > 0
+    return {name: one[chosen].cpu() for name, one in seen.items() if name != "loss_mask"}
+
+
+def _largest(values: Tensor) -> float:
+    """Largest magnitude; nan when any is nan, 0 of none."""
+    return float(values.abs().max()) if values.numel() else 0.0
 
 
 def _meet(backend: TrainBackend) -> None:
@@ -325,8 +353,8 @@ def _meet(backend: TrainBackend) -> None:
         torch.distributed.barrier(group=backend.groups.world)
 
 
-def _modes() -> list[bool]:
-    return [one.training for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+def _modules() -> list[nn.Module]:
+    return [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
 
 
 def _live_tensor_bytes() -> int:
@@ -337,6 +365,12 @@ def _live_tensor_bytes() -> int:
             storage = one.untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
+
+
+def _open_handles() -> int:
+    """Open files and threads of this process, where process groups leave their traces; 0 where nobody says."""
+    folders = [Path("/proc/self") / one for one in ("fd", "task")]
+    return sum(len(list(one.iterdir())) for one in folders if one.is_dir())
 
 
 def _resident_bytes() -> int:

@@ -25,7 +25,7 @@ class TokenMean(Algorithm):
     """Policy gradient with an entropy bonus, the mean over all loss tokens of the step.
 
     Attributes:
-        seen: for each micro-batch with samples, the loss tokens' sample index, position, log-prob and entropy.
+        seen: for each micro-batch, of its tokens on this rank: sample index, position, mask, log-prob and entropy.
         failure: what happens at the first loss: "nan" or "inf" poisons it, "raise" raises.
     """
 
@@ -38,16 +38,15 @@ class TokenMean(Algorithm):
         """Ask for log-probs and entropy, and note them."""
         found = output.label_log_probs(with_entropy=True)
         assert found.entropy is not None
-        if not batch.is_filler:
-            chosen = batch.loss_mask > 0
-            self.seen.append(
-                {
-                    "index": batch.per_sample["index"][batch.sequence_ids][chosen].detach().cpu(),
-                    "position": batch.position_ids[chosen].detach().cpu(),
-                    "log_prob": found.log_probs[chosen].detach().cpu(),
-                    "entropy": found.entropy[chosen].detach().cpu(),
-                }
-            )
+        self.seen.append(
+            {
+                "index": batch.per_sample["index"][batch.sequence_ids],
+                "position": batch.position_ids,
+                "loss_mask": batch.loss_mask,
+                "log_prob": found.log_probs.detach(),
+                "entropy": found.entropy.detach(),
+            }
+        )
         return {"log_probs": found.log_probs, "entropy": found.entropy}
 
     def compute_loss(
@@ -111,9 +110,9 @@ class FirstStep(TokenMean):
     """Measures how far the step's log-probs are from those computed before it, and from the reference's.
 
     Attributes:
-        ratio: largest |ratio - 1| of any loss token.
-        kl: largest magnitude of the token-wise KL estimate r - 1 - log r against the reference; see `log_ratio` too.
-        log_ratio: largest |log ratio| against the reference.
+        moved: for each micro-batch, the loss tokens' log-probs less those computed before, fp64 [T], 0 elsewhere.
+        away: the same, the reference's less the step's; empty without a reference.
+        tokens: for each micro-batch, how many loss tokens lay on this rank.
     """
 
     needs_old_log_probs = True
@@ -121,17 +120,17 @@ class FirstStep(TokenMean):
     def __init__(self, *, with_ref: bool) -> None:
         super().__init__()
         self.needs_ref_log_probs = with_ref
-        self.ratio, self.kl, self.log_ratio = 0.0, 0.0, 0.0
+        self.moved: list[Tensor] = []
+        self.away: list[Tensor] = []
+        self.tokens: list[Tensor] = []
 
     def loss(self, outputs: Mapping[str, Tensor], batch: MicroBatch, groups: ProcessGroups) -> Tensor:
         """The mean over tokens; measures on the way."""
         log_probs = outputs["log_probs"].detach()
-        moved = (log_probs - batch.per_token["log_probs"]) * batch.loss_mask
-        self.ratio = max(self.ratio, float(moved.expm1().abs().max()))
+        self.moved.append(((log_probs - batch.per_token["log_probs"]) * batch.loss_mask).double())
+        self.tokens.append(batch.loss_mask.sum())
         if self.needs_ref_log_probs:
-            away = ((batch.per_token["ref_log_probs"] - log_probs) * batch.loss_mask).double()
-            self.log_ratio = max(self.log_ratio, float(away.abs().max()))
-            self.kl = max(self.kl, float((away.expm1() - away).abs().max()))
+            self.away.append(((batch.per_token["ref_log_probs"] - log_probs) * batch.loss_mask).double())
         return super().loss(outputs, batch, groups)
 
 

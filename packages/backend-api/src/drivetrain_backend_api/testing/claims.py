@@ -4,6 +4,7 @@ Never imports torch, since the pytest plugin reads and writes claims.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -20,6 +21,7 @@ class Verdict(StrEnum):
     HOLDS = "holds"
     BROKEN = "broken"
     NOT_CLAIMED = "not claimed"
+    NOT_JUDGED = "claimed, not judged"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,19 @@ class Claims:
         """Note what the backend's capabilities leave out."""
         self.found.append(Claim(test=test, what=what, where="", verdict=Verdict.NOT_CLAIMED))
 
+    @property
+    def broken(self) -> int:
+        """How many claims do not hold."""
+        return sum(one.verdict is Verdict.BROKEN for one in self.found)
+
+    def not_judged(self, test: str, what: str) -> None:
+        """Note what the backend claims and what this run could not judge."""
+        self.found.append(Claim(test=test, what=what, where="", verdict=Verdict.NOT_JUDGED))
+
+    def crashed(self, test: str, where: str, error: str) -> None:
+        """Note a test that failed without a broken claim of its own."""
+        self._note(test, "the test ran to its end", where, False, why=error)
+
     def _note(self, test: str, what: str, where: str, holds: bool, **more: Any) -> None:
         verdict = Verdict.HOLDS if holds else Verdict.BROKEN
         self.found.append(Claim(test=test, what=what, where=where, verdict=verdict, **more))
@@ -91,7 +106,7 @@ def write_report(path: Path, found: Sequence[Claims], facts: Mapping[str, Mappin
         facts: for each backend, what it is: distribution, versions, capabilities.
     """
     aside = path.with_name(path.name + ".partial")
-    aside.write_text(json.dumps(to_plain(found, facts), indent=1, allow_nan=True) + "\n")
+    aside.write_text(json.dumps(to_plain(found, facts), indent=1, allow_nan=False) + "\n")
     aside.replace(path)
 
 
@@ -101,9 +116,17 @@ def to_plain(found: Sequence[Claims], facts: Mapping[str, Mapping[str, Any]]) ->
     for name in dict.fromkeys(one.backend for one in found):
         claims = [claim for one in found if one.backend == name for claim in one.found]
         counts = {verdict.value: sum(claim.verdict is verdict for claim in claims) for verdict in Verdict}
-        plain = [asdict(claim) | {"verdict": claim.verdict.value} for claim in claims]
+        plain = [_plain(claim) for claim in claims]
         backends.append({"backend": name, "facts": dict(facts.get(name, {})), "counts": counts, "claims": plain})
     return {"format": FORMAT, "backends": backends}
+
+
+def _plain(claim: Claim) -> dict[str, Any]:
+    """Write a claim as JSON can hold it: a difference that is no finite number as text."""
+    difference: Any = claim.difference
+    if difference is not None and not math.isfinite(difference):
+        difference = str(difference)
+    return asdict(claim) | {"verdict": claim.verdict.value, "difference": difference}
 
 
 def from_plain(report: Mapping[str, Any]) -> tuple[list[Claims], dict[str, Mapping[str, Any]]]:
@@ -111,6 +134,8 @@ def from_plain(report: Mapping[str, Any]) -> tuple[list[Claims], dict[str, Mappi
     found = []
     for one in report["backends"]:
         claims = Claims(one["backend"])
-        claims.found = [Claim(**claim | {"verdict": Verdict(claim["verdict"])}) for claim in one["claims"]]
+        for claim in one["claims"]:
+            difference = None if claim["difference"] is None else float(claim["difference"])
+            claims.found.append(Claim(**claim | {"verdict": Verdict(claim["verdict"]), "difference": difference}))
         found.append(claims)
     return found, {one["backend"]: one["facts"] for one in report["backends"]}

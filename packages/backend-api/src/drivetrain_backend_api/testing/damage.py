@@ -34,7 +34,7 @@ def _change_a_byte(path: Path, foreign: Path) -> bool:
 
 
 def _exchange(path: Path, foreign: Path) -> bool:
-    if foreign.read_bytes() == path.read_bytes():
+    if not foreign.is_file() or foreign.read_bytes() == path.read_bytes():
         return False
     shutil.copyfile(foreign, path)
     return True

@@ -7,7 +7,7 @@ from typing import Any
 
 from drivetrain_backend_api.testing import comparing, tolerances
 from drivetrain_backend_api.testing.damage import DAMAGES, files_of
-from drivetrain_backend_api.testing.judge import Action, Judge, act
+from drivetrain_backend_api.testing.judge import Action, Check, Judge, act
 from drivetrain_backend_api.testing.layouts import Layout
 from drivetrain_backend_api.testing.ranks import RanksFailedError
 
@@ -28,6 +28,12 @@ FP16: Mapping[str, Any] = {"initial_loss_scale": 2.0**24, "loss_scale_window": 2
 SLEEPS: Mapping[str, tuple[Action, ...]] = {
     "sleep, wake": (act("sleep"), act("wake")),
     "weights only, wake": (act("sleep", keep_weights=True), act("wake")),
+    "weights only, export, sleep, wake": (
+        act("sleep", keep_weights=True),
+        act("export", "while asleep"),
+        act("sleep"),
+        act("wake"),
+    ),
     "weights only, sleep, weights only, wake": (
         act("sleep", keep_weights=True),
         act("sleep"),
@@ -99,49 +105,70 @@ class StateTests:
             names = comparing.different(moved[0]["saved"]["tensors"], went_on[0]["saved"]["tensors"])
             check.same("weights", names)
             found, expected = moved[0]["next"]["metrics"], went_on[0]["next"]["metrics"]
-            for name in ("loss", "grad_norm", "lr"):
-                off = comparing.scalars([one[name] for one in found], [one[name] for one in expected])
-                check.close(f"{name} of the next steps", off, tolerances.FP32)
+            bounds = {"grad_norm": tolerances.GRAD_NORM, "lr": tolerances.LEARNING_RATE, "loss": tolerances.FP32}
+            for name, bound in bounds.items():
+                floor = 1.0 if name == "loss" else 1e-3
+                off = comparing.relative([one[name] for one in found], [one[name] for one in expected], floor)
+                check.close(f"{name} of the next steps", off, bound)
             weights = comparing.tensors(moved[0]["export"]["tensors"], went_on[0]["export"]["tensors"])
             check.close("weights after them", weights, tolerances.BETWEEN_LAYOUTS)
             ids = [one["setup"]["next_rollout_id"] for one in moved]
             check.true("the next rollout id is 1 on all ranks", set(ids) == {1}, ids)
 
+    def test_a_save_is_of_the_moment_it_began(self, judge: Judge, layout: Layout) -> None:
+        """Training and sleep while a save is on its way to storage do not change what was saved."""
+        folder = judge.folder / f"background-{layout.label}"
+        first, second = act("train", rollout=FIRST), act("train", rollout=SECOND, rollout_id=1)
+        between = [second, act("sleep"), act("wake")]
+        ending = [second, act("export", dtype="float32")]
+        saving = [act("setup"), first, act("save", folder=str(folder), between=between)]
+        judge.play(layout, saving, options=OPTIONS)
+        resumed = judge.play(layout, [act("setup"), *ending], options={**OPTIONS, "load": str(folder)})
+        plain = judge.play(layout, [act("setup"), first, *ending], options=OPTIONS)
+        with judge.check(layout.label) as check:
+            for rank, (one, other) in enumerate(zip(resumed, plain)):
+                check.same(
+                    f"weights trained on from it on rank {rank}", comparing.different(one["export"], other["export"])
+                )
+                metrics = comparing.different(one["train"]["metrics"], other["train"]["metrics"])
+                check.same(f"metrics on rank {rank}", metrics)
+
     def test_a_damaged_checkpoint_is_refused(self, judge: Judge, layout: Layout, damage: str) -> None:
         """A file that is missing, cut short, empty, changed in one byte or another checkpoint's is named."""
-        save = [act("setup"), act("train", rollout=FIRST), act("save", folder="")]
         whole, other = (judge.folder / f"whole-{layout.label}-{one}" for one in ("this", "that"))
         for folder, rollout in ((whole, FIRST), (other, SECOND)):
-            if not folder.exists():
-                save = [act("setup"), act("train", rollout=rollout), act("save", folder=str(folder))]
-                judge.play(layout, save)
+            judge.play(
+                layout, [act("setup"), act("train", rollout=rollout), act("save", folder=str(folder))], once=True
+            )
+        damaged_files = 0
         with judge.check(f"{layout.label}, {damage}") as check:
             for name in files_of(whole):
-                hurt = judge.folder / f"hurt-{layout.label}"
-                shutil.rmtree(hurt, ignore_errors=True)
-                shutil.copytree(whole, hurt)
-                if not DAMAGES[damage](hurt / name, other / name):
+                damaged = judge.folder / f"damaged-{layout.label}"
+                shutil.rmtree(damaged, ignore_errors=True)
+                shutil.copytree(whole, damaged)
+                if not DAMAGES[damage](damaged / name, other / name):
                     continue
-                seen = _load_failure(judge, layout, hurt)
-                named = Path(name).name in seen or name in seen
-                check.true(f"{name} is named", named, seen or "it was loaded without an error")
+                damaged_files += 1
+                _check_refusal(check, judge, layout, damaged, f"{name} is named", Path(name).name)
+            check.true("there were files to damage", damaged_files > 0)
 
     def test_a_checkpoint_of_another_model_is_refused(self, judge: Judge, layout: Layout) -> None:
         """The error names the folder."""
         folder = judge.folder / f"another-model-{layout.label}"
         judge.play(layout, [act("setup"), act("save", folder=str(folder))], model=judge.model("llama"))
         with judge.check(layout.label) as check:
-            seen = _load_failure(judge, layout, folder)
-            check.true("the folder is named", str(folder) in seen, seen or "it was loaded without an error")
+            _check_refusal(check, judge, layout, folder, "the folder is named", str(folder))
 
-    def test_sleep_keeps_every_bit(self, judge: Judge, layout: Layout, nap: str) -> None:
+    def test_sleep_keeps_every_bit(self, judge: Judge, layout: Layout, nap: str, nap_precision: str) -> None:
         """Training goes on after sleep and wake-up as if nothing had happened, on all ranks."""
         first, second = act("train", rollout=FIRST), act("train", "next", rollout=SECOND, rollout_id=1)
         ending = [second, act("export", dtype="float32")]
-        awake = judge.play(layout, [act("setup"), first, *ending], once=True, options=OPTIONS)
+        awake_actions = [act("setup"), first, *ending]
+        awake = judge.play(layout, awake_actions, once=True, precision=nap_precision, options=OPTIONS)
         # a second nap reuses the host's buffers
-        slept = judge.play(layout, [act("setup"), *SLEEPS[nap], first, *SLEEPS[nap], *ending], options=OPTIONS)
-        with judge.check(f"{layout.label}, {nap}") as check:
+        actions = [act("setup"), *SLEEPS[nap], first, *SLEEPS[nap], *ending]
+        slept = judge.play(layout, actions, precision=nap_precision, options=OPTIONS)
+        with judge.check(f"{layout.label}, {nap}, {nap_precision}") as check:
             for rank, (one, other) in enumerate(zip(slept, awake)):
                 for what in ("next", "export"):
                     check.same(f"{what} on rank {rank}", comparing.different(one[what], other[what]))
@@ -180,7 +207,8 @@ class StateTests:
         results = judge.play(layout, actions)
         with judge.check(layout.label) as check:
             for rank, one in enumerate(results):
-                tensors, resident = one["cycle"]["tensors"], one["cycle"]["resident"]
+                tensors, resident, handles = (one["cycle"][what] for what in ("tensors", "resident", "handles"))
+                check.close(f"open files and threads on rank {rank}", handles[-1] - handles[1], tolerances.HANDLES)
                 check.close(f"bytes of tensors on rank {rank}", tensors[-1] - tensors[1], tolerances.TENSOR_BYTES)
                 growth = resident[-1] - resident[1]
                 check.close(f"bytes resident on rank {rank}", growth, tolerances.RESIDENT_BYTES)
@@ -234,12 +262,14 @@ class StateTests:
                 check.true("an unknown tag is named", told, one["unknown"]["message"])
 
 
-def _load_failure(judge: Judge, layout: Layout, folder: Path) -> str:
-    """Return what every rank says when it loads a folder; "" when it did not fail with an error of the contract."""
+def _check_refusal(check: Check, judge: Judge, layout: Layout, folder: Path, claim: str, name: str) -> None:
+    """Load a folder; claim that every rank refuses it with an error of the contract, in which `name` stands."""
     try:
         actions = [act("refused", action=act("setup"))]
         results = judge.play(layout, actions, options={"load": str(folder)})
     except RanksFailedError as error:
-        return f"not an error of the contract: {error}".replace(str(folder), "the folder")
-    messages = [one["refused"]["message"] for one in results if one["refused"]["kind"]]
-    return messages[0] if len(messages) == layout.ranks else ""
+        check.true(f"{claim}, in an error of the contract", False, error)
+        return
+    for rank, one in enumerate(results):
+        seen = one["refused"]
+        check.true(f"{claim} on rank {rank}", bool(seen["kind"]) and name in seen["message"], seen["message"])

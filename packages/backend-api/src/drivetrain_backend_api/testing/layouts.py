@@ -48,7 +48,8 @@ def claimed_layouts(parallelism: Sequence[str], ranks: int) -> list[Layout]:
     for dp, tp, pp, cp in itertools.product(sizes, repeat=4):
         layout = Layout(dp=dp, tp=tp, pp=pp, cp=cp)
         needed = {kind for kind in ("dp", "tp", "pp", "cp") if getattr(layout, kind) > 1}
-        if layout.ranks != ranks or not needed <= set(parallelism):
+        possible = 4 % tp == 0 and 4 % pp == 0  # the tiny models have four groups of heads and four blocks
+        if layout.ranks != ranks or not needed <= set(parallelism) or not possible:
             continue
         found.append(layout)
         if tp > 1 and "sp" in parallelism:

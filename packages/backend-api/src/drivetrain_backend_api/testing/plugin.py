@@ -1,6 +1,6 @@
 """The pytest plugin of the suite: its options and its report. pytest imports it at every start, so without torch."""
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import pytest
 from drivetrain_backend_api.testing.claims import Claims, Verdict, from_plain, to_plain, write_report
 
 CLAIMS = pytest.StashKey[list[Claims]]()
+_BROKEN_BEFORE = pytest.StashKey[int]()
 _WORKER = "drivetrain_conformance"
 FACTS = pytest.StashKey[dict[str, Mapping[str, Any]]]()
 
@@ -68,6 +69,23 @@ def pytest_testnodedown(node: Any) -> None:
     found, facts = from_plain(getattr(node, "workeroutput", {}).get(_WORKER, {"backends": []}))
     node.config.stash[CLAIMS].extend(found)
     node.config.stash[FACTS].update(facts)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Note a test of the suite that failed before it could judge."""
+    report = yield
+    judge = getattr(item, "funcargs", {}).get("judge")
+    claims = getattr(judge, "claims", None)
+    if not isinstance(claims, Claims):
+        return report
+    judged = claims.broken > item.stash.get(_BROKEN_BEFORE, claims.broken)
+    if report.failed and call.excinfo is not None and not judged:
+        claims.crashed(item.name.partition("[")[0], item.name, str(call.excinfo.value)[:2000])
+    item.stash[_BROKEN_BEFORE] = claims.broken
+    return report
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -26,7 +26,7 @@ import torch
 
 from drivetrain_backend_api.discovery import TRAIN_BACKENDS, load_implementation, load_spec
 from drivetrain_backend_api.spec import BackendSpec
-from drivetrain_backend_api.testing.actions import play
+from drivetrain_backend_api.testing.actions import RAISED_AT, play
 from drivetrain_backend_api.testing.models import ARCHITECTURES
 
 _PR_SET_PDEATHSIG = 1
@@ -34,7 +34,7 @@ _PR_SET_PDEATHSIG = 1
 
 def serve(name: str) -> None:
     """Answer jobs until stdin ends."""
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "w")  # not inherited by what the ranks start
     os.dup2(2, 1)  # what imports print must not look like an answer
     spec = load_spec(TRAIN_BACKENDS, name)
     assert isinstance(spec, BackendSpec)
@@ -71,6 +71,8 @@ def _run(spec: BackendSpec, job: Mapping[str, Any]) -> dict[str, Any]:
             for rank in range(ranks):
                 codes.setdefault(rank, -1)
         time.sleep(0.005)
+    for pid in children:
+        _kill_group(pid)
     return {"codes": [codes[rank] for rank in range(ranks)], "ended": ended, "killed": killed}
 
 
@@ -90,8 +92,15 @@ def _kill(pids: list[int]) -> None:
         os.kill(pid, signal.SIGUSR1)
     time.sleep(0.3 if pids else 0.0)
     for pid in pids:
+        _kill_group(pid)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+def _kill_group(pid: int) -> None:
+    """Kill what a rank started and left behind."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _fork(spec: BackendSpec, job: Mapping[str, Any], rank: int) -> int:
@@ -113,7 +122,7 @@ def _fork(spec: BackendSpec, job: Mapping[str, Any], rank: int) -> int:
             "kind": type(error).__name__,
             "message": str(error),
             "traceback": traceback.format_exc(),
-            "time": time.time(),
+            "time": _raised_at(error),
         }
         (folder / f"rank{rank}.error.json").write_text(json.dumps(report))
     finally:
@@ -123,8 +132,16 @@ def _fork(spec: BackendSpec, job: Mapping[str, Any], rank: int) -> int:
         os._exit(code)
 
 
+def _raised_at(error: BaseException) -> float:
+    notes = [one for one in getattr(error, "__notes__", ()) if one.startswith(RAISED_AT)]
+    return float(notes[0].removeprefix(RAISED_AT)) if notes else time.time()
+
+
 def _become_rank(folder: Path, rank: int) -> None:
-    """Take output to the rank's log, die with the server, and dump stacks on SIGUSR1."""
+    """Lead a process group of its own in the job's folder, log there, die with the server, dump stacks on SIGUSR1."""
+    server = os.getppid()
+    os.setsid()
+    os.chdir(folder)
     with (folder / f"rank{rank}.log").open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -132,6 +149,8 @@ def _become_rank(folder: Path, rank: int) -> None:
     faulthandler.register(signal.SIGUSR1, file=2)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != server:
+            os._exit(1)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Every wait has a deadline; only own children are killed.
 import json
 import os
 import queue
+import shutil
 import socket
 import subprocess
 import sys
@@ -62,7 +63,7 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory(prefix="conformance-", ignore_cleanup_errors=True)
         self.folder = Path(self._folder.name)
         self._server: subprocess.Popen[str] | None = None
-        self._answers: queue.Queue[str] = queue.Queue()
+        self._answers: queue.Queue[str] = queue.Queue()  # of the present server
         self._jobs = 0
 
     def __enter__(self) -> "Ranks":
@@ -86,6 +87,21 @@ class Ranks:
         Raises:
             RanksFailedError: a rank raised, or the deadline passed; shows the first error and where each rank stood.
         """
+        try:
+            return self._run(ranks, options, actions, deadline, grace)
+        except RanksFailedError as error:
+            if not any("address already in use" in one.message.lower() for one in error.errors):
+                raise
+        return self._run(ranks, options, actions, deadline, grace)  # somebody took the port first
+
+    def _run(
+        self,
+        ranks: int,
+        options: Mapping[str, Any],
+        actions: Sequence[Mapping[str, Any]],
+        deadline: float,
+        grace: float,
+    ) -> list[dict[str, Any]]:
         server = self._started()
         self._jobs += 1
         folder = self.folder / f"job{self._jobs}"
@@ -98,7 +114,9 @@ class Ranks:
         answer = self._answer(deadline + grace + 30)
         if any(answer["codes"]):
             raise _failure(folder, ranks, answer, deadline)
-        return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
+        results = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
+        shutil.rmtree(folder)
+        return results
 
     def stop(self) -> None:
         """End the server, and with it every rank."""
@@ -119,8 +137,8 @@ class Ranks:
     def _started(self) -> "subprocess.Popen[str]":
         if self._server is not None and self._server.poll() is None:
             return self._server
-        log = self.folder / "server.log"
-        with log.open("a") as output:
+        self._answers = queue.Queue()
+        with (self.folder / "server.log").open("a") as output:
             self._server = subprocess.Popen(
                 [sys.executable, "-m", "drivetrain_backend_api.testing.rank_server", self._backend],
                 stdin=subprocess.PIPE,
@@ -141,6 +159,7 @@ class Ranks:
         except queue.Empty:
             line = ""
         if not line:
+            self.stop()
             raise AssertionError(
                 f"the process that imports backend {self._backend!r} ended or gave no answer within {deadline:.0f} s:\n"
                 + log.read_text(errors="replace")[-4000:]

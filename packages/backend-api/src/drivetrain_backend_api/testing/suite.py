@@ -34,6 +34,9 @@ EXPORTED = ("qwen3-tied", "llama", "qwen2-tied")
 """Models whose exports are compared with `save_pretrained`: each architecture, tied and not."""
 
 
+_GUARD = "test_no_standard_test_was_removed_or_overridden"
+
+
 class ConformanceSuite(NumbersTests, StateTests, WeightsTests, ContractTests):
     """All standard tests. Those of a subclass's own come on top.
 
@@ -49,6 +52,12 @@ class ConformanceSuite(NumbersTests, StateTests, WeightsTests, ContractTests):
     world_sizes: ClassVar[tuple[int, ...]] = (1, 2, 4)
     exceptions: ClassVar[Mapping[str, str]] = {}
 
+    def __init_subclass__(cls) -> None:
+        """Refuse a subclass that changes the test which guards the others."""
+        super().__init_subclass__()
+        if _GUARD in vars(cls):
+            raise TypeError(f"{cls.__name__} must leave {_GUARD} as it is")
+
     @pytest.fixture(scope="class")
     @classmethod
     def judge(cls, request: pytest.FixtureRequest) -> Iterator[Judge]:
@@ -56,10 +65,14 @@ class ConformanceSuite(NumbersTests, StateTests, WeightsTests, ContractTests):
         spec = _spec_of(cls, request.config)
         claims = Claims(spec.name)
         request.config.stash[CLAIMS].append(claims)
-        request.config.stash[FACTS][spec.name] = _facts(spec)
+        request.config.stash[FACTS][spec.name] = _facts(cls, request.config, spec)
         environment = spec.worker_env(spec.config_class(hf_checkpoint="none", **cls.options))
         with Ranks(spec.name, environment) as ranks:
             yield Judge(spec, cls.options, ranks, claims)
+
+    @pytest.fixture(autouse=True)
+    def _name_the_test(self, judge: Judge, request: pytest.FixtureRequest) -> None:
+        judge.test = request.node.originalname
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Draw layouts and precisions from what the backend claims."""
@@ -77,6 +90,13 @@ class ConformanceSuite(NumbersTests, StateTests, WeightsTests, ContractTests):
             if name == "test_a_damaged_checkpoint_is_refused":
                 layouts = _fewest(layouts)
             metafunc.parametrize("layout", layouts, ids=[one.label for one in layouts])
+        if "unjudged" in metafunc.fixturenames:
+            left_out = _unjudged(spec.capabilities, layouts)
+            metafunc.parametrize("unjudged", left_out, ids=left_out)
+        if "nap" in metafunc.fixturenames:
+            naps = _naps(spec.capabilities)
+            ids = [f"{one}-{precision}".replace(",", "").replace(" ", "-") for one, precision in naps]
+            metafunc.parametrize(("nap", "nap_precision"), naps, ids=ids)
         for fixture, (values, ids) in _choices(spec, name).items():
             if fixture in metafunc.fixturenames:
                 metafunc.parametrize(fixture, values, ids=ids)
@@ -85,6 +105,11 @@ class ConformanceSuite(NumbersTests, StateTests, WeightsTests, ContractTests):
         """Reports, for each thing that this backend does not claim, that nothing of it was judged."""
         judge.claims.not_claimed("test_what_is_not_claimed", unclaimed)
         pytest.skip(f"not claimed: {unclaimed}")
+
+    def test_what_is_claimed_but_not_judged(self, judge: Judge, unjudged: str) -> None:
+        """Reports each kind of parallelism that is claimed, but that no layout of the numbers of ranks chosen has."""
+        judge.claims.not_judged("test_what_is_claimed_but_not_judged", unjudged)
+        pytest.skip(f"claimed, but not judged on so few ranks: {unjudged}")
 
     def test_no_standard_test_was_removed_or_overridden(self, request: pytest.FixtureRequest) -> None:
         """A subclass that leaves a standard test out, or puts its own in its place, says why in `exceptions`."""
@@ -111,7 +136,7 @@ def changed_tests(suite: type[ConformanceSuite]) -> list[str]:
 
 
 def _guarded(name: str) -> bool:
-    return name.startswith("test_") or name in ("judge", "pytest_generate_tests")
+    return name.startswith("test_") or name in ("judge", "_name_the_test", "pytest_generate_tests")
 
 
 def _spec_of(suite: type[ConformanceSuite], config: pytest.Config) -> BackendSpec:
@@ -161,7 +186,6 @@ def _choices(spec: BackendSpec, test: str) -> dict[str, tuple[list[Any], list[st
         "low_precision": (low, low),
         "frozen": (frozen, frozen),
         "damage": (list(DAMAGES), [one.replace(" ", "-") for one in DAMAGES]),
-        "nap": (list(SLEEPS), [one.replace(",", "").replace(" ", "-") for one in SLEEPS]),
         "exported": (list(EXPORTED), list(EXPORTED)),
         "holders": (["all", "stage_lead", "rank0"], ["all", "stage_lead", "rank0"]),
         "poison": (["nan", "inf"], ["nan", "inf"]),
@@ -177,14 +201,30 @@ def _unclaimed(claimed: Capabilities) -> list[str]:
     return missing + [name for name in names if not getattr(claimed, name)]
 
 
-def _facts(spec: BackendSpec) -> dict[str, Any]:
-    """What a report says of the backend that was judged."""
+def _unjudged(claimed: Capabilities, layouts: list[Layout]) -> list[str]:
+    """Kinds of parallelism that are claimed and that no layout has."""
+    seen = {kind for one in layouts for kind in KINDS if (one.sp if kind == "sp" else getattr(one, kind) > 1)}
+    return [kind for kind in claimed.parallelism if kind not in seen]
+
+
+def _naps(claimed: Capabilities) -> list[tuple[str, str]]:
+    """Every way to sleep in fp32, or what there is instead; the longest way in the other precisions too."""
+    first = "fp32" if "fp32" in claimed.precisions else claimed.precisions[0]
+    longest = list(SLEEPS)[-1]
+    return [(one, first) for one in SLEEPS] + [(longest, one) for one in claimed.precisions if one != first]
+
+
+def _facts(suite: type[ConformanceSuite], config: pytest.Config, spec: BackendSpec) -> dict[str, Any]:
+    """What a report says of the backend that was judged, and of how."""
     (entry,) = (one for one in entry_points(group=TRAIN_BACKENDS.group) if one.name == spec.name)
     return {
         "distribution": entry.dist.name if entry.dist else "",
         "version": entry.dist.version if entry.dist else "",
         "api_version": spec.api_version,
         "capabilities": {name: _plain(one) for name, one in asdict(spec.capabilities).items()},
+        "layouts": [one.label for one in _layouts(suite, config, spec.capabilities)],
+        "options": {name: str(one) for name, one in suite.options.items()},
+        "exceptions": dict(suite.exceptions),
         "torch": version("torch"),
         "transformers": version("transformers"),
     }

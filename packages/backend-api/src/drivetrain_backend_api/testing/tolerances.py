@@ -25,5 +25,6 @@ LOW_PRECISION_UPDATE = {
     ),
 }
 TENSOR_BYTES = Tolerance(value=0.0, why="every cycle ends with the tensors it began with")
+HANDLES = Tolerance(value=0.0, why="every cycle ends with the open files and threads it began with")
 RESIDENT_BYTES = Tolerance(value=8 * 2**20, why="the allocator's own arenas; bytes of resident memory over ten cycles")
 RAISED_SECONDS = Tolerance(value=30.0, why="seconds until every other rank has ended too, far below the deadline")
