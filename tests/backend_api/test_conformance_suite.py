@@ -302,8 +302,13 @@ CLOSE = Tolerance(value=0.5, why="rounding")
 def test_a_difference_holds_up_to_its_tolerance_and_nan_never_does() -> None:
     claims = Claims("mine")
     assert claims.close("test_x", "loss", "dp2", 0.5, CLOSE) is None
-    assert claims.close("test_x", "loss", "dp2", 0.75, CLOSE) == "loss (dp2): off by 0.75, allowed is 0.5: rounding"
-    assert claims.close("test_x", "loss", "dp2", NAN, CLOSE) == "loss (dp2): off by nan, allowed is 0.5: rounding"
+    assert (
+        claims.close("test_x", "loss", "dp2", 0.75, CLOSE)
+        == "loss (dp2): off by 0.75; allowed is 0.5, because: rounding"
+    )
+    assert (
+        claims.close("test_x", "loss", "dp2", NAN, CLOSE) == "loss (dp2): off by nan; allowed is 0.5, because: rounding"
+    )
     assert claims.close("test_x", "loss", "dp2", INF, CLOSE) is not None
     assert [one.verdict for one in claims.found] == [Verdict.HOLDS, *[Verdict.BROKEN] * 3]
 
@@ -366,7 +371,7 @@ def test_a_test_fails_with_every_broken_claim_at_its_end(judge: Judge) -> None:
     with pytest.raises(AssertionError) as failed:
         break_claims(judge)
     assert str(failed.value).splitlines() == [
-        "loss (dp2): off by nan, allowed is 0.5: rounding",
+        "loss (dp2): off by nan; allowed is 0.5, because: rounding",
         "weights, bit for bit (dp2) does not hold: different: a, b",
     ]
     assert [one.verdict for one in judge.claims.found] == [Verdict.BROKEN, Verdict.HOLDS, Verdict.BROKEN]
@@ -454,7 +459,7 @@ def test_without_a_backend_the_installed_ones_are_named(sessions: dict[str, dict
 
 def test_an_unknown_backend_is_refused_with_the_way_out(sessions: dict[str, dict[str, Any]]) -> None:
     output = sessions["unknown"]["output"]
-    assert "--train-backend nobody: train backend 'nobody' is not installed (installed: " in output
+    assert "--train-backend nobody: not installed (installed: " in output
     assert "pip install drivetrain-backend-nobody" in output
     assert sessions["unknown"]["code"] != 0
 

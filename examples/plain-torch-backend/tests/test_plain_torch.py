@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from textwrap import indent
 from typing import Any
 
 import pytest
@@ -155,11 +154,3 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="another model"):
         export_checkpoint(folder, make_model(tmp_path / "qwen3", "qwen3"), tmp_path / "out")
     assert sorted(one.name for one in tmp_path.iterdir()) == ["llama", "qwen3", "saved"]
-
-
-def test_the_guide_shows_the_code_that_is_here() -> None:
-    source = "\n".join(one.read_text() for one in sorted((HERE / "src").rglob("*.py")))
-    blocks = re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) >= 7
-    for block in blocks:
-        assert block in source or indent(block, "    ") in source, block

@@ -68,7 +68,7 @@ class Claims:
         self._note(test, what, where, holds, difference=difference, tolerance=tolerance.value, why=tolerance.why)
         if holds:
             return None
-        return f"{what} ({where}): off by {difference:.3g}, allowed is {tolerance.value:.3g}: {tolerance.why}"
+        return f"{what} ({where}): off by {difference:.3g}; allowed is {tolerance.value:.3g}, because: {tolerance.why}"
 
     def true(self, test: str, what: str, where: str, holds: bool, seen: str = "") -> str | None:
         """Note a fact; returns what is wrong when it does not hold."""

@@ -138,6 +138,7 @@ class Judge:
         Raises:
             AssertionError: at the end, with every broken claim.
         """
+        __tracebackhide__ = True
         check = Check(claims=self.claims, test=self.test, where=where)
         yield check
         if check.broken:

@@ -22,7 +22,7 @@ OPTIONS: Mapping[str, Any] = {
 }
 """A schedule whose every step has another rate."""
 
-# So many steps that the scale falls from where every step overflows to where none does; not restored, it overflows again.
+# The scale falls from where every step overflows to where none does: one that is not restored overflows again.
 FP16: Mapping[str, Any] = {"initial_loss_scale": 2.0**24, "loss_scale_window": 3, "global_batch_size": 1}
 
 SLEEPS: Mapping[str, tuple[Action, ...]] = {

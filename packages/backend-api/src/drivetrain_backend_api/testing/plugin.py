@@ -1,11 +1,13 @@
 """The pytest plugin of the suite: its options and its report. pytest imports it at every start, so without torch."""
 
 from collections.abc import Generator, Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from drivetrain_backend_api.discovery import TRAIN_BACKENDS
 from drivetrain_backend_api.testing.claims import Claims, Verdict, from_plain, to_plain, write_report
 
 CLAIMS = pytest.StashKey[list[Claims]]()
@@ -36,6 +38,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if report and (Path(report).is_dir() or not Path(report).absolute().parent.is_dir()):
         raise pytest.UsageError(f"--conformance-report {report}: its folder must exist, and it must not be a folder")
     chosen_ranks(config)
+    name = config.getoption("--train-backend")
+    installed = sorted({one.name for one in entry_points(group=TRAIN_BACKENDS.group)})
+    if name and name not in installed:
+        raise pytest.UsageError(
+            f"--train-backend {name}: not installed (installed: {', '.join(installed) or 'none'}); "
+            "correct the name, or install the wheel that provides it"
+        )
 
 
 def chosen_ranks(config: pytest.Config) -> tuple[int, ...] | None:
@@ -59,7 +68,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.config.workeroutput[_WORKER] = to_plain(found, facts)
         return
     report = session.config.getoption("--conformance-report")
-    if report:
+    if report and found:
         write_report(Path(report), found, facts)
 
 
@@ -100,6 +109,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"{count[Verdict.HOLDS]} claims hold, {count[Verdict.BROKEN]} are broken")
         if left_out:
             terminalreporter.write_line(f"not claimed: {', '.join(left_out)}")
+        for one in [one for one in claims if one.verdict is Verdict.BROKEN][:10]:
+            terminalreporter.write_line(f"broken: {one.what} ({one.where})")
+        excepted = config.stash[FACTS].get(backend, {}).get("exceptions", {})
+        for test, reason in excepted.items():
+            terminalreporter.write_line(f"excepted: {test}: {reason}")
     report = config.getoption("--conformance-report")
-    if report:
+    if report and config.stash[CLAIMS]:
         terminalreporter.write_line(f"report: {report}")

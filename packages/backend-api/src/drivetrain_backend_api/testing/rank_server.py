@@ -53,15 +53,18 @@ def _run(spec: BackendSpec, job: Mapping[str, Any]) -> dict[str, Any]:
     """Fork the ranks of one job and wait: to the deadline, or `grace` seconds beyond the first failure."""
     ranks = int(job["ranks"])
     children = [_fork(spec, job, rank) for rank in range(ranks)]
-    codes: dict[int, int] = {}
+    codes: dict[int, int | None] = {}  # None: killed
     ended: dict[int, float] = {}
     start = time.monotonic()
     end = start + job["deadline"]
     killed = False
     while len(codes) < ranks:
         for rank, pid in enumerate(children):
-            if rank not in codes and os.waitpid(pid, os.WNOHANG)[0]:
-                codes[rank] = 1 if not _wrote_result(job, rank) else 0
+            if rank in codes:
+                continue
+            gone, status = os.waitpid(pid, os.WNOHANG)
+            if gone:
+                codes[rank] = os.waitstatus_to_exitcode(status)
                 ended[rank] = time.monotonic() - start
                 if codes[rank]:
                     end = min(end, time.monotonic() + job["grace"])
@@ -69,15 +72,11 @@ def _run(spec: BackendSpec, job: Mapping[str, Any]) -> dict[str, Any]:
             killed = True
             _kill([pid for rank, pid in enumerate(children) if rank not in codes])
             for rank in range(ranks):
-                codes.setdefault(rank, -1)
+                codes.setdefault(rank, None)
         time.sleep(0.005)
     for pid in children:
         _kill_group(pid)
     return {"codes": [codes[rank] for rank in range(ranks)], "ended": ended, "killed": killed}
-
-
-def _wrote_result(job: Mapping[str, Any], rank: int) -> bool:
-    return (Path(job["folder"]) / f"rank{rank}.pt").exists()
 
 
 def _parent_is_gone() -> bool:
@@ -146,6 +145,7 @@ def _become_rank(folder: Path, rank: int) -> None:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=2)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -112,7 +113,7 @@ class Ranks:
         server.stdin.write(json.dumps(job) + "\n")
         server.stdin.flush()
         answer = self._answer(deadline + grace + 30)
-        if any(answer["codes"]):
+        if answer["codes"] != [0] * ranks:
             raise _failure(folder, ranks, answer, deadline)
         results = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
         shutil.rmtree(folder)
@@ -182,19 +183,27 @@ def _failure(folder: Path, ranks: int, answer: Mapping[str, Any], deadline: floa
         if path.exists():
             errors.append(RankError(rank=rank, **json.loads(path.read_text())))
     errors.sort(key=lambda one: one.time)
-    lines = [f"{ranks} ranks ended with codes {answer['codes']} (-1: killed; the deadline is {deadline:.0f} s)"]
+    lines = [f"rank {rank} {_end(code, deadline)}" for rank, code in enumerate(answer["codes"]) if code != 0]
     if errors:
         first = errors[0]
         lines += [f"first error, on rank {first.rank}: {first.kind}: {first.message}", first.traceback[-3000:]]
     for rank in range(ranks):
-        if answer["codes"][rank] and all(one.rank != rank for one in errors):
-            lines += [f"--- rank {rank}", (folder / f"rank{rank}.log").read_text(errors="replace")[-3000:]]
+        if answer["codes"][rank] != 0 and all(one.rank != rank for one in errors):
+            log = (folder / f"rank{rank}.log").read_text(errors="replace")[-3000:].strip()
+            lines += [f"--- output of rank {rank}", log or "(none)"]
     return RanksFailedError(
         "\n".join(lines),
         errors=errors,
         ended={int(rank): seconds for rank, seconds in answer["ended"].items()},
         killed=answer["killed"],
     )
+
+
+def _end(code: int | None, deadline: float) -> str:
+    """Say in words how a rank ended."""
+    if code is None:
+        return f"was killed: it had not ended after {deadline:.0f} s, or long after another one failed"
+    return f"ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def free_port() -> int:

@@ -34,6 +34,7 @@ EXPORTED = ("qwen3-tied", "llama", "qwen2-tied")
 """Models whose exports are compared with `save_pretrained`: each architecture, tied and not."""
 
 
+_USAGE = int(pytest.ExitCode.USAGE_ERROR)
 _GUARD = "test_no_standard_test_was_removed_or_overridden"
 
 
@@ -43,7 +44,7 @@ class ConformanceSuite(NumbersTests, StateTests, WeightsTests, ContractTests):
     Attributes:
         backend: entry point name; None takes --train-backend.
         options: of the backend's configuration, in every run of the suite.
-        world_sizes: numbers of ranks; --conformance-ranks narrows them.
+        world_sizes: numbers of ranks; --conformance-ranks takes their place.
         exceptions: standard test that the subclass removes (sets to None) or overrides -> the reason.
     """
 
@@ -82,24 +83,25 @@ class ConformanceSuite(NumbersTests, StateTests, WeightsTests, ContractTests):
         if "source" in metafunc.fixturenames:
             pairs = _pairs(layouts) if spec.capabilities.resharding else []
             ids = [f"{source.label}-to-{target.label}" for target, source in pairs]
-            metafunc.parametrize(("layout", "source"), pairs, ids=ids)
+            metafunc.parametrize(("layout", "source"), pairs or [_none(name, 2)], ids=ids or None)
             return
         if "layout" in metafunc.fixturenames:
             if name == "test_a_rank_that_raises_ends_the_others":
                 layouts = [one for one in layouts if one.ranks > 1]
             if name == "test_a_damaged_checkpoint_is_refused":
                 layouts = _fewest(layouts)
-            metafunc.parametrize("layout", layouts, ids=[one.label for one in layouts])
+            ids = [one.label for one in layouts]
+            metafunc.parametrize("layout", layouts or [_none(name, 1)], ids=ids or None)
         if "unjudged" in metafunc.fixturenames:
             left_out = _unjudged(spec.capabilities, layouts)
-            metafunc.parametrize("unjudged", left_out, ids=left_out)
+            metafunc.parametrize("unjudged", left_out or [_none(name, 1)], ids=left_out or None)
         if "nap" in metafunc.fixturenames:
             naps = _naps(spec.capabilities)
             ids = [f"{one}-{precision}".replace(",", "").replace(" ", "-") for one, precision in naps]
             metafunc.parametrize(("nap", "nap_precision"), naps, ids=ids)
         for fixture, (values, ids) in _choices(spec, name).items():
             if fixture in metafunc.fixturenames:
-                metafunc.parametrize(fixture, values, ids=ids)
+                metafunc.parametrize(fixture, values or [_none(name, 1)], ids=ids or None)
 
     def test_what_is_not_claimed(self, judge: Judge, unclaimed: str) -> None:
         """Reports, for each thing that this backend does not claim, that nothing of it was judged."""
@@ -143,19 +145,23 @@ def _spec_of(suite: type[ConformanceSuite], config: pytest.Config) -> BackendSpe
     name = suite.backend or config.getoption("--train-backend")
     installed = ", ".join(sorted({one.name for one in entry_points(group=TRAIN_BACKENDS.group)})) or "none"
     if not name:
-        raise pytest.UsageError(f"which train backend? give --train-backend NAME (installed: {installed})")
+        pytest.exit(f"which train backend? give --train-backend NAME (installed: {installed})", returncode=_USAGE)
     try:
         spec = load_spec(TRAIN_BACKENDS, name)
     except DrivetrainError as error:
-        raise pytest.UsageError(f"--train-backend {name}: {error}") from error
+        pytest.exit(f"--train-backend {name}: {error}", returncode=_USAGE)
     assert isinstance(spec, BackendSpec)
     return spec
 
 
 def _layouts(suite: type[ConformanceSuite], config: pytest.Config, capabilities: Capabilities) -> list[Layout]:
     chosen = chosen_ranks(config)
-    sizes = [one for one in suite.world_sizes if chosen is None or one in chosen]
-    return [layout for size in sizes for layout in claimed_layouts(capabilities.parallelism, size)]
+    sizes = suite.world_sizes if chosen is None else chosen
+    found = [layout for size in sizes for layout in claimed_layouts(capabilities.parallelism, size)]
+    if not found:
+        kinds = ", ".join(capabilities.parallelism) or "one process alone"
+        pytest.exit(f"no layout of {', '.join(map(str, sizes))} ranks is claimed (claimed: {kinds})", returncode=_USAGE)
+    return found
 
 
 def _fewest(layouts: list[Layout]) -> list[Layout]:
@@ -191,6 +197,16 @@ def _choices(spec: BackendSpec, test: str) -> dict[str, tuple[list[Any], list[st
         "poison": (["nan", "inf"], ["nan", "inf"]),
         "unclaimed": (_unclaimed(claimed), _unclaimed(claimed)),
     }
+
+
+def _none(test: str, parameters: int) -> Any:
+    """The one parameter of a test that has nothing to judge: skipped, in words."""
+    reasons = {
+        "test_what_is_claimed_but_not_judged": "all that is claimed is judged",
+        "test_what_is_not_claimed": "everything is claimed",
+    }
+    reason = reasons.get(test, "not claimed, or nothing of it on so few ranks")
+    return pytest.param(*[None] * parameters, marks=pytest.mark.skip(reason=reason), id="nothing")
 
 
 def _unclaimed(claimed: Capabilities) -> list[str]:
