@@ -460,7 +460,7 @@ def test_without_a_backend_the_installed_ones_are_named(sessions: dict[str, dict
 def test_an_unknown_backend_is_refused_with_the_way_out(sessions: dict[str, dict[str, Any]]) -> None:
     output = sessions["unknown"]["output"]
     assert "--train-backend nobody: not installed (installed: " in output
-    assert "pip install drivetrain-backend-nobody" in output
+    assert "install the wheel that provides it" in output
     assert sessions["unknown"]["code"] != 0
 
 
