@@ -7,6 +7,7 @@ tests of packaging. Knows the folders of the packages and their metadata, nothin
 import os
 import re
 import shutil
+import signal
 import subprocess
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -42,19 +43,31 @@ def run(words: Iterable[str | Path], *, folder: Path, seconds: float = 600, **va
 def attempt(
     words: Iterable[str | Path], *, folder: Path, seconds: float = 600, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command in a folder, whatever comes of it, with none of this process's Python, Ray or run settings."""
+    """Run a command in a folder, whatever comes of it, with none of this process's Python, Ray or run settings.
+
+    Raises:
+        PackagingError: it has not ended in time; what it started in its session is killed.
+    """
     strange = ("DRIVETRAIN_", "RAY_", "PYTHON", "VIRTUAL_ENV", "UV_PROJECT", "UV_RUN")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(strange)}
-    return subprocess.run(
-        [str(one) for one in words],
+    command = [str(one) for one in words]
+    process = subprocess.Popen(
+        command,
         cwd=folder,
         env=environment | {"OMP_NUM_THREADS": "1", "COLUMNS": "160"} | variables,
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=seconds,
-        check=False,
+        start_new_session=True,
     )
+    try:
+        out, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired as error:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, errors = process.communicate()
+        raise PackagingError(f"{' '.join(command)} did not end within {seconds:.0f} s\n{out}{errors}") from error
+    return subprocess.CompletedProcess(command, process.returncode, out, errors)
 
 
 def uv() -> str:

@@ -185,12 +185,10 @@ def release(distribution: str, arguments: argparse.Namespace, folder: Path, whee
     check_changelog(distribution, version, changelog.read_text() if changelog.exists() else "")
     print(f"{distribution} {version}: {standing}; its changelog has the version", flush=True)
     source = package_folder(distribution)
-    if version != project_table(distribution)["version"]:
-        if arguments.dry_run:
-            line = f'version = "{project_table(distribution)["version"]}"'
-            source = altered_copy(distribution, folder, {"pyproject.toml": {line: f'version = "{version}"'}})
-        else:
-            set_version(distribution, version)
+    present = project_table(distribution)["version"]
+    if version != present:
+        change = {f'version = "{present}"': f'version = "{version}"'}
+        source = altered_copy(distribution, folder, {"pyproject.toml": change})
     out = folder / "dist"
     built = build(out, source=source, wheel_only=False)[distribution]
     check_install(distribution, wheels | {distribution: built}, folder / "alone")
@@ -202,6 +200,8 @@ def release(distribution: str, arguments: argparse.Namespace, folder: Path, whee
         if not published:
             print("  no train backend is published yet, so there is none to hold the contract to", flush=True)
     if not arguments.dry_run:
+        if version != present:
+            set_version(distribution, version)
         _leave(distribution, version, out)
 
 
