@@ -5,7 +5,6 @@ Knows nothing of optimizers, checkpoints or the contract's lifecycle.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from drivetrain_backend_api import DataError, UnsupportedModelError
-from drivetrain_backend_api.algorithm import ModelOutput
+from drivetrain_backend_api.algorithm import HiddenOutput
 from drivetrain_backend_api.batch import MicroBatch
 from drivetrain_backend_api.errors import in_one_line
-from drivetrain_backend_api.log_probs import Head, LabelLogProbs, label_log_probs
+from drivetrain_backend_api.log_probs import Head
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError, SafetensorError)
@@ -118,41 +117,14 @@ def read_headers(folder: Path) -> dict[str, str]:
     return headers
 
 
-@dataclass(frozen=True, kw_only=True)
-class PackedOutput(ModelOutput):
-    """Hidden states of a micro-batch, and what turns them into log-probs.
-
-    Attributes:
-        hidden: [T, H].
-        labels: int64 [T].
-    """
-
-    hidden: Tensor
-    head: Head
-    labels: Tensor
-    temperature: float
-    chunk_size: int
-
-    def label_log_probs(self, *, with_entropy: bool = False) -> LabelLogProbs:
-        """See `ModelOutput.label_log_probs`."""
-        return label_log_probs(
-            self.hidden,
-            self.head,
-            self.labels,
-            temperature=self.temperature,
-            chunk_size=self.chunk_size,
-            with_entropy=with_entropy,
-        )
-
-
-def run_model(model: PreTrainedModel, batch: MicroBatch, *, temperature: float, chunk_size: int) -> PackedOutput:
+def run_model(model: PreTrainedModel, batch: MicroBatch, *, temperature: float, chunk_size: int) -> HiddenOutput:
     """Run a micro-batch in groups of equally long sequences: no padding, and none sees another's tokens."""
     sequences = torch.split(batch.input_ids, batch.cu_seqlens.diff().tolist())
     hidden: dict[int, Tensor] = {}
     for length in {len(one) for one in sequences}:
         places = [place for place, one in enumerate(sequences) if len(one) == length]
         hidden |= zip(places, _hidden_states(model, torch.stack([sequences[place] for place in places])))
-    return PackedOutput(
+    return HiddenOutput(
         hidden=torch.cat([hidden[place] for place in range(len(sequences))]),
         head=_head_of(model),
         labels=batch.labels,

@@ -5,12 +5,13 @@ An algorithm is composed into the training loop; it never subclasses a backend, 
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from drivetrain_backend_api.batch import MicroBatch, RolloutBatch
-from drivetrain_backend_api.log_probs import LabelLogProbs
+from drivetrain_backend_api.log_probs import Head, LabelLogProbs, label_log_probs
 from drivetrain_backend_api.packing import RolloutShard
 from drivetrain_backend_api.parallel import ProcessGroups
 
@@ -24,6 +25,36 @@ class ModelOutput(ABC):
 
         The backend computes them from hidden states and head weight in chunks, over vocabulary shards where it has any.
         """
+
+
+@dataclass(frozen=True, kw_only=True)
+class HiddenOutput(ModelOutput):
+    """Model output that keeps hidden states and head, and computes log-probs in chunks.
+
+    Attributes:
+        hidden: [T, H].
+        head: whole, not cut over ranks.
+        labels: int64 [T].
+        temperature: divides the logits.
+        chunk_size: tokens whose logits exist at one time.
+    """
+
+    hidden: Tensor
+    head: Head
+    labels: Tensor
+    temperature: float
+    chunk_size: int
+
+    def label_log_probs(self, *, with_entropy: bool = False) -> LabelLogProbs:
+        """See `ModelOutput.label_log_probs`."""
+        return label_log_probs(
+            self.hidden,
+            self.head,
+            self.labels,
+            temperature=self.temperature,
+            chunk_size=self.chunk_size,
+            with_entropy=with_entropy,
+        )
 
 
 class Algorithm(ABC):

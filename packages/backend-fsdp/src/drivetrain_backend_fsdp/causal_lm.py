@@ -5,16 +5,14 @@ Builds models and says which are refused; knows nothing of sharding, files or op
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from drivetrain_backend_api.algorithm import ModelOutput
 from drivetrain_backend_api.errors import UnsupportedModelError
-from drivetrain_backend_api.log_probs import Head, LabelLogProbs, label_log_probs
+from drivetrain_backend_api.log_probs import Head
 from drivetrain_backend_fsdp.attention import PackedSequences
 
 _LOGITS_MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
@@ -139,30 +137,3 @@ def head_of(model: PreTrainedModel) -> Head:
 def _number(config: PretrainedConfig, name: str) -> float | None:
     value = getattr(config, name, None)
     return float(value) if isinstance(value, int | float) else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class HiddenOutput(ModelOutput):
-    """Model output that keeps hidden states and head, and computes log-probs in chunks.
-
-    Attributes:
-        hidden: [T, H].
-        labels: int64 [T].
-    """
-
-    hidden: Tensor
-    head: Head
-    labels: Tensor
-    temperature: float
-    chunk_size: int
-
-    def label_log_probs(self, *, with_entropy: bool = False) -> LabelLogProbs:
-        """See `ModelOutput.label_log_probs`."""
-        return label_log_probs(
-            self.hidden,
-            self.head,
-            self.labels,
-            temperature=self.temperature,
-            chunk_size=self.chunk_size,
-            with_entropy=with_entropy,
-        )

@@ -12,49 +12,16 @@ SEVEN = frozenset(
     {"setup", "forward_backward", "optimizer_step", "export_weights", "save_checkpoint", "sleep", "wake_up"}
 )
 
+CALLS = (
+    *("setup", "forward_backward", "forward_only", "optimizer_step", "train", "export_weights", "save_checkpoint"),
+    *("sleep", "wake_up", "backup_weights", "restore_weights", "switch_weights"),
+)
 ILLEGAL = {
-    "NEW": (
-        "forward_backward",
-        "forward_only",
-        "optimizer_step",
-        "train",
-        "export_weights",
-        "save_checkpoint",
-        "sleep",
-        "wake_up",
-        "backup_weights",
-        "restore_weights",
-        "switch_weights",
-    ),
-    "AWAKE": ("setup", "wake_up", "optimizer_step"),
-    "WEIGHTS_ONLY": ("setup", "forward_backward", "train", "optimizer_step", "save_checkpoint"),
-    "ASLEEP": (
-        "setup",
-        "forward_backward",
-        "forward_only",
-        "optimizer_step",
-        "train",
-        "export_weights",
-        "save_checkpoint",
-        "sleep",
-        "backup_weights",
-        "restore_weights",
-        "switch_weights",
-    ),
-    "CLOSED": (
-        "setup",
-        "forward_backward",
-        "forward_only",
-        "optimizer_step",
-        "train",
-        "export_weights",
-        "save_checkpoint",
-        "sleep",
-        "wake_up",
-        "backup_weights",
-        "restore_weights",
-        "switch_weights",
-    ),
+    "NEW": [one for one in CALLS if one != "setup"],
+    "AWAKE": ["setup", "wake_up", "optimizer_step"],
+    "WEIGHTS_ONLY": ["setup", "forward_backward", "train", "optimizer_step", "save_checkpoint"],
+    "ASLEEP": [one for one in CALLS if one != "wake_up"],
+    "CLOSED": list(CALLS),
 }
 """State -> calls that it forbids."""
 
