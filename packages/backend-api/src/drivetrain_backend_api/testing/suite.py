@@ -151,6 +151,9 @@ def _spec_of(suite: type[ConformanceSuite], config: pytest.Config) -> BackendSpe
     except DrivetrainError as error:
         pytest.exit(f"--train-backend {name}: {error}", returncode=_USAGE)
     assert isinstance(spec, BackendSpec)
+    if "cpu" not in spec.capabilities.devices:
+        devices = ", ".join(spec.capabilities.devices)
+        pytest.exit(f"--train-backend {name} claims {devices} only; the suite judges on a CPU", returncode=_USAGE)
     return spec
 
 
