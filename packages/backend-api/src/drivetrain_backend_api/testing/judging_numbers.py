@@ -49,8 +49,13 @@ class NumbersTests:
         results = judge.play(layout, actions, precision=low_precision, options=options)
         with judge.check(f"{layout.label}, {low_precision}") as check:
             before, _ = comparing.merged_log_probs([one["log_probs"] for one in results])
-            bound = tolerances.LOW_PRECISION_LOG_PROBS[low_precision]
+            bound = tolerances.LOW_PRECISION[low_precision]
             check.close("log-probs", comparing.values(before, expected.before), bound)
+            metrics = results[0]["train"]["metrics"]
+            for name, theirs in (("loss", expected.losses), ("entropy", expected.entropies)):
+                check.close(name, comparing.scalars([one[name] for one in metrics], theirs), bound)
+            norms = comparing.relative([one["grad_norm"] for one in metrics], expected.grad_norms, floor=1e-3)
+            check.close("gradient norm", norms, bound)
             found = results[0]["export"]["tensors"]
             off = comparing.updates(found, expected.weights, expected.initial)
             check.close("the whole update", off, tolerances.LOW_PRECISION_UPDATE[low_precision])
