@@ -302,10 +302,10 @@ STEP = (
 # -- the table: forward ------------------------------------------------------------------------------------------------
 
 FORWARD = (
-    _fsdp(
+    _api(
         "temperature-forgotten",
         "log-probs of training ignore the temperature of sampling",
-        "causal_lm",
+        "algorithm",
         "temperature=self.temperature,",
         "temperature=1.0,",
     ),
