@@ -57,7 +57,7 @@ def test_a_suite_that_changes_nothing_has_no_problems() -> None:
     ("name", "replacement"),
     [
         (REMOVED, None),
-        (REMOVED, lambda self, judge, layout, nap: None),
+        (REMOVED, lambda self, judge, layout, sleep_order: None),
         ("judge", pytest.fixture(lambda self: None)),
         ("pytest_generate_tests", lambda self, metafunc: None),
     ],

@@ -46,15 +46,15 @@ class ContractTests:
 
     def test_illegal_calls_name_both_states(self, judge: Judge, layout: Layout) -> None:
         """In every state of the lifecycle: refused, with the state it is in and the one it needs; nothing changes."""
-        naps = {"NEW": [], "AWAKE": [act("setup")]}
-        naps |= {
+        ways = {"NEW": [], "AWAKE": [act("setup")]}
+        ways |= {
             "WEIGHTS_ONLY": [act("sleep", keep_weights=True)],
             "ASLEEP": [act("sleep")],
             "CLOSED": [act("close")],
         }
         actions: list[Action] = []
         for state, calls in ILLEGAL.items():
-            actions += naps[state]
+            actions += ways[state]
             actions += [act("refused", f"{state} {call}", action=act("bare", call=call)) for call in calls]
             if state == "AWAKE":
                 pending = act("bare", call="sleep"), act("bare", call="forward_backward")

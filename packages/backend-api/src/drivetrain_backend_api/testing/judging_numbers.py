@@ -16,7 +16,6 @@ from drivetrain_backend_api.testing.rollouts import RolloutSpec, draw_rollout
 
 ROLLOUT: Mapping[str, Any] = {"samples": 8}
 
-
 _FIRST_STEP = {"ratio": "|ratio - 1|", "kl": "|KL|", "log_ratio": "|log ratio| to the reference"}
 
 
@@ -27,10 +26,12 @@ class NumbersTests:
         """One rollout, of one or several optimizer steps, in fp32."""
         _check_training(judge, layout, case, f"{layout.label}, {case.name}")
 
-    def test_options_keep_the_numbers(self, judge: Judge, layout: Layout, kept: Mapping[str, Any], case: Case) -> None:
+    def test_options_keep_the_numbers(
+        self, judge: Judge, layout: Layout, neutral: Mapping[str, Any], case: Case
+    ) -> None:
         """Options that say where and when things are computed do not change what comes out."""
-        where = f"{layout.label}, {', '.join(f'{name}={value}' for name, value in kept.items())}"
-        _check_training(judge, layout, case, where, **kept)
+        where = f"{layout.label}, {', '.join(f'{name}={value}' for name, value in neutral.items())}"
+        _check_training(judge, layout, case, where, **neutral)
 
     def test_one_global_batch_gives_one_step(self, judge: Judge, layout: Layout) -> None:
         """Any layout, order of samples and split into micro-batches come to the same step."""

@@ -161,16 +161,16 @@ class StateTests:
         with judge.check(layout.label) as check:
             _check_refusal(check, judge, layout, folder, "the folder is named", str(folder))
 
-    def test_sleep_keeps_every_bit(self, judge: Judge, layout: Layout, nap: str, nap_precision: str) -> None:
+    def test_sleep_keeps_every_bit(self, judge: Judge, layout: Layout, sleep_order: str, sleep_precision: str) -> None:
         """Training goes on after sleep and wake-up as if nothing had happened, on all ranks."""
         first, second = act("train", rollout=FIRST), act("train", "next", rollout=SECOND, rollout_id=1)
         ending = [second, act("export", dtype="float32")]
         awake_actions = [act("setup"), first, *ending]
-        awake = judge.play(layout, awake_actions, once=True, precision=nap_precision, options=OPTIONS)
-        # a second nap reuses the host's buffers
-        actions = [act("setup"), *SLEEPS[nap], first, *SLEEPS[nap], *ending]
-        slept = judge.play(layout, actions, precision=nap_precision, options=OPTIONS)
-        with judge.check(f"{layout.label}, {nap}, {nap_precision}") as check:
+        awake = judge.play(layout, awake_actions, once=True, precision=sleep_precision, options=OPTIONS)
+        # the second time reuses the host's buffers
+        actions = [act("setup"), *SLEEPS[sleep_order], first, *SLEEPS[sleep_order], *ending]
+        slept = judge.play(layout, actions, precision=sleep_precision, options=OPTIONS)
+        with judge.check(f"{layout.label}, {sleep_order}, {sleep_precision}") as check:
             for rank, (one, other) in enumerate(zip(slept, awake)):
                 for what in ("next", "export"):
                     check.same(f"{what} on rank {rank}", comparing.different(one[what], other[what]))

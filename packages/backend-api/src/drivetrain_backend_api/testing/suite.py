@@ -33,7 +33,6 @@ from drivetrain_backend_api.testing.ranks import Ranks
 EXPORTED = ("qwen3-tied", "llama", "qwen2-tied")
 """Models whose exports are compared with `save_pretrained`: each architecture, tied and not."""
 
-
 _USAGE = int(pytest.ExitCode.USAGE_ERROR)
 _GUARD = "test_no_standard_test_was_removed_or_overridden"
 
@@ -95,10 +94,10 @@ class ConformanceSuite(NumbersTests, StateTests, WeightsTests, ContractTests):
         if "unjudged" in metafunc.fixturenames:
             left_out = _unjudged(spec.capabilities, layouts)
             metafunc.parametrize("unjudged", left_out or [_none(name, 1)], ids=left_out or None)
-        if "nap" in metafunc.fixturenames:
-            naps = _naps(spec.capabilities)
-            ids = [f"{one}-{precision}".replace(",", "").replace(" ", "-") for one, precision in naps]
-            metafunc.parametrize(("nap", "nap_precision"), naps, ids=ids)
+        if "sleep_order" in metafunc.fixturenames:
+            orders = _sleep_orders(spec.capabilities)
+            ids = [f"{one}-{precision}".replace(",", "").replace(" ", "-") for one, precision in orders]
+            metafunc.parametrize(("sleep_order", "sleep_precision"), orders, ids=ids)
         for fixture, (values, ids) in _choices(spec, name).items():
             if fixture in metafunc.fixturenames:
                 metafunc.parametrize(fixture, values or [_none(name, 1)], ids=ids or None)
@@ -154,6 +153,10 @@ def _spec_of(suite: type[ConformanceSuite], config: pytest.Config) -> BackendSpe
     if "cpu" not in spec.capabilities.devices:
         devices = ", ".join(spec.capabilities.devices)
         pytest.exit(f"--train-backend {name} claims {devices} only; the suite judges on a CPU", returncode=_USAGE)
+    if "fp32" not in spec.capabilities.precisions:
+        pytest.exit(
+            f"--train-backend {name} does not claim fp32, in which the suite compares numbers", returncode=_USAGE
+        )
     return spec
 
 
@@ -182,15 +185,15 @@ def _pairs(layouts: list[Layout]) -> list[tuple[Layout, Layout]]:
 def _choices(spec: BackendSpec, test: str) -> dict[str, tuple[list[Any], list[str]]]:
     """For each parametrised fixture: its values and their ids."""
     claimed = spec.capabilities
-    kept = [dict(one) for one in spec.neutral_options]
+    neutral = [dict(one) for one in spec.neutral_options]
     if claimed.cpu_offload:
-        kept.append({"optimizer_cpu_offload": True})
+        neutral.append({"optimizer_cpu_offload": True})
     frozen = [name for name, how in (("ref", claimed.reference), ("teacher", claimed.teacher)) if how]
     low = [one for one in claimed.precisions if one != "fp32"]
     cases = list(CASES[:1] if test == "test_options_keep_the_numbers" else CASES)
     return {
         "case": (cases, [one.name for one in cases]),
-        "kept": (kept, ["-".join(one) for one in kept]),
+        "neutral": (neutral, ["-".join(one) for one in neutral]),
         "precision": (list(claimed.precisions), list(claimed.precisions)),
         "low_precision": (low, low),
         "frozen": (frozen, frozen),
@@ -215,7 +218,7 @@ def _none(test: str, parameters: int) -> Any:
 def _unclaimed(claimed: Capabilities) -> list[str]:
     """Everything that a backend could claim and this one does not."""
     missing = [kind for kind in KINDS if kind not in claimed.parallelism]
-    missing += [one for one in ("bf16", "fp16", "fp32") if one not in claimed.precisions]
+    missing += [one for one in ("bf16", "fp16") if one not in claimed.precisions]
     names = ("cpu_offload", "reference", "teacher", "resharding", "async_save")
     return missing + [name for name in names if not getattr(claimed, name)]
 
@@ -226,11 +229,10 @@ def _unjudged(claimed: Capabilities, layouts: list[Layout]) -> list[str]:
     return [kind for kind in claimed.parallelism if kind not in seen]
 
 
-def _naps(claimed: Capabilities) -> list[tuple[str, str]]:
-    """Every way to sleep in fp32, or what there is instead; the longest way in the other precisions too."""
-    first = "fp32" if "fp32" in claimed.precisions else claimed.precisions[0]
+def _sleep_orders(claimed: Capabilities) -> list[tuple[str, str]]:
+    """Every way to sleep in fp32; the longest in the other precisions too."""
     longest = list(SLEEPS)[-1]
-    return [(one, first) for one in SLEEPS] + [(longest, one) for one in claimed.precisions if one != first]
+    return [(one, "fp32") for one in SLEEPS] + [(longest, one) for one in claimed.precisions if one != "fp32"]
 
 
 def _facts(suite: type[ConformanceSuite], config: pytest.Config, spec: BackendSpec) -> dict[str, Any]:
