@@ -22,7 +22,7 @@ class Case:
 
     Attributes:
         name: for a person.
-        model: one of `models.MODELS`.
+        model: its name, as in `models.ARCHITECTURES`.
         options: of `TrainConfig`, over `BASE`.
         rollout: arguments of `RolloutSpec`.
         algorithm: "TokenMean" or "SequenceMean".

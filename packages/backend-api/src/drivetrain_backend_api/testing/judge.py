@@ -11,7 +11,7 @@ from drivetrain_backend_api.testing.cases import BASE
 from drivetrain_backend_api.testing.claims import Claims, Tolerance
 from drivetrain_backend_api.testing.layouts import Layout
 from drivetrain_backend_api.testing.models import make_model
-from drivetrain_backend_api.testing.ranks import Ranks
+from drivetrain_backend_api.testing.ranks import GRACE, Ranks
 from drivetrain_backend_api.testing.reference import Trained, reference_train
 from drivetrain_backend_api.testing.rollouts import RolloutSpec, draw_rollout
 
@@ -90,8 +90,7 @@ class Judge:
         model: Path | None = None,
         precision: str = "fp32",
         once: bool = False,
-        deadline: float | None = None,
-        grace: float | None = None,
+        grace: float = GRACE,
         options: Mapping[str, Any] = _NONE,
     ) -> list[dict[str, Any]]:
         """Play actions on fresh processes under a layout; returns each rank's results by action name.
@@ -102,7 +101,6 @@ class Judge:
             model: folder; the tiny Qwen3 where None.
             precision: "fp32", "bf16" or "fp16".
             once: remember the results of equal calls.
-            deadline: seconds.
             grace: seconds that the other ranks get after one has failed.
             options: of the backend's configuration.
         """
@@ -110,8 +108,7 @@ class Judge:
         key = repr((layout, actions, sorted(config.items(), key=str)))
         if once and key in self._plays:
             return self._plays[key]
-        times = {name: value for name, value in (("deadline", deadline), ("grace", grace)) if value is not None}
-        results = self.ranks.run(layout.ranks, options=config, actions=actions, **times)
+        results = self.ranks.run(layout.ranks, options=config, actions=actions, grace=grace)
         if once:
             self._plays[key] = results
         return results
