@@ -207,10 +207,10 @@ STEP = (
         "learning_rate(self.optimizer.steps, self.config)",
         "learning_rate(self.optimizer.steps + 1, self.config)",
     ),
-    _fsdp(
+    _api(
         "decay-counts-the-warm-up",
         "the decay is measured from step 0 instead of the end of the warm-up",
-        "optimizer",
+        "schedule",
         "(step - config.lr_warmup_iters) / (end - config.lr_warmup_iters)",
         "step / end",
     ),

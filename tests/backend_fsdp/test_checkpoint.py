@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from drivetrain_backend_api import TRAIN_BACKENDS, load_spec
 from drivetrain_backend_api.errors import DataError
+from drivetrain_backend_api.schedule import LossScaler
 from drivetrain_backend_api.testing.models import make_model
 from drivetrain_backend_fsdp.checkpoint import export_checkpoint, save_checkpoint
 from drivetrain_backend_fsdp.checkpoint_files import (
@@ -27,7 +28,6 @@ from drivetrain_backend_fsdp.checkpoint_files import (
     read_metadata,
     write_checksums,
 )
-from drivetrain_backend_fsdp.optimizer import LossScaler
 
 
 @dataclass(frozen=True, kw_only=True)

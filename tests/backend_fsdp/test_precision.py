@@ -8,9 +8,9 @@ from fsdp_testing import assert_same, config_of, exported, one_rank, rollout_of,
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from drivetrain_backend_api.errors import ConfigError
+from drivetrain_backend_api.schedule import learning_rate
 from drivetrain_backend_api.testing.models import make_model
 from drivetrain_backend_fsdp.backend import FsdpBackend
-from drivetrain_backend_fsdp.optimizer import learning_rate
 
 
 def take_step(backend: FsdpBackend) -> dict[str, float]:

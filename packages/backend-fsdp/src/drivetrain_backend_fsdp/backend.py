@@ -22,13 +22,14 @@ from drivetrain_backend_api.batch import MicroBatch
 from drivetrain_backend_api.lifecycle import State
 from drivetrain_backend_api.packing import RolloutShard
 from drivetrain_backend_api.parallel import ParallelLayout, ProcessGroups
+from drivetrain_backend_api.schedule import LossScaler, learning_rate, require_decay_iters
 from drivetrain_backend_api.weights import Holders, WeightExport, WeightManager
 from drivetrain_backend_fsdp import checkpoint, export
 from drivetrain_backend_fsdp.attention import choose_kernel
 from drivetrain_backend_fsdp.config import FsdpConfig
 from drivetrain_backend_fsdp.forward import MicroBatchRunner
 from drivetrain_backend_fsdp.model import Sharding, load_model, local_part
-from drivetrain_backend_fsdp.optimizer import LossScaler, ShardedAdamW, global_norm, learning_rate, require_decay_iters
+from drivetrain_backend_fsdp.optimizer import ShardedAdamW, global_norm
 from drivetrain_backend_fsdp.sleep import Sleeper
 from drivetrain_backend_fsdp.spec import CAPABILITIES
 

@@ -25,7 +25,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from drivetrain_backend_api.collectives import gathered, together
 from drivetrain_backend_api.errors import DataError, DrivetrainError
+from drivetrain_backend_api.hf_folder import TensorHeader, read_headers
+from drivetrain_backend_api.schedule import LossScaler
 from drivetrain_backend_fsdp.attention import PACKED_ATTENTION
 from drivetrain_backend_fsdp.causal_lm import build, tied_names
 from drivetrain_backend_fsdp.checkpoint_files import (
@@ -42,10 +45,9 @@ from drivetrain_backend_fsdp.checkpoint_files import (
     verify_checksums,
     write_checksums,
 )
-from drivetrain_backend_fsdp.collectives import gathered, together
-from drivetrain_backend_fsdp.hf_checkpoint import TensorHeader, read_config, read_headers
+from drivetrain_backend_fsdp.hf_checkpoint import read_config
 from drivetrain_backend_fsdp.model import ShardedModel, stored_name
-from drivetrain_backend_fsdp.optimizer import LossScaler, ShardedAdamW
+from drivetrain_backend_fsdp.optimizer import ShardedAdamW
 
 _MODEL_PREFIX = "model."
 _OPTIMIZER_PREFIX = "optimizer."

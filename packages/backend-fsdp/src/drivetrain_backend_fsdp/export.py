@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from drivetrain_backend_api.collectives import all_agree
 from drivetrain_backend_api.weights import Holders, WeightEntry, WeightExport, WeightPlan, flatten, plan_buckets
-from drivetrain_backend_fsdp.collectives import all_agree
 from drivetrain_backend_fsdp.model import ShardedModel, local_part
 
 

@@ -23,11 +23,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
+from drivetrain_backend_api.collectives import from_rank0
 from drivetrain_backend_api.errors import DataError, DrivetrainError, UnsupportedModelError
+from drivetrain_backend_api.hf_folder import TensorHeader, check_tied, read_headers, read_tensors
 from drivetrain_backend_fsdp.attention import PACKED_ATTENTION
 from drivetrain_backend_fsdp.causal_lm import blocks_of, build, model_name, refuse_by_config, tied_names, weights_of
-from drivetrain_backend_fsdp.collectives import from_rank0
-from drivetrain_backend_fsdp.hf_checkpoint import TensorHeader, check_tied, read_config, read_headers, read_tensors
+from drivetrain_backend_fsdp.hf_checkpoint import read_config
 from drivetrain_backend_fsdp.proof import prove_packing
 
 

@@ -1,4 +1,4 @@
-"""AdamW over this rank's shards, the learning-rate schedule, the gradient norm and the fp16 loss scale.
+"""AdamW over this rank's shards, and the gradient norm.
 
 Works on plain local tensors; the only thing it knows of other ranks is the group over which the norm is summed.
 """
@@ -10,33 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain_backend_api import ConfigError, TrainConfig
-
-
-def learning_rate(step: int, config: TrainConfig) -> float:
-    """Return the rate of optimizer step `step`, counted from 0, as Megatron-LM counts it.
-
-    Linear from 0 during the warm-up, then constant, linear or cosine down to `min_lr` at `lr_decay_iters`.
-    """
-    if step < config.lr_warmup_iters:
-        return config.lr * step / config.lr_warmup_iters
-    if config.lr_decay_style == "constant":
-        return config.lr
-    end = require_decay_iters(config)
-    done = min(1.0, (step - config.lr_warmup_iters) / (end - config.lr_warmup_iters))
-    left = 1.0 - done if config.lr_decay_style == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return config.min_lr + (config.lr - config.min_lr) * left
-
-
-def require_decay_iters(config: TrainConfig) -> int:
-    """Return the step at which the decay ends.
-
-    Raises:
-        ConfigError: nobody said.
-    """
-    if config.lr_decay_iters is None:
-        raise ConfigError(f"--lr-decay-style {config.lr_decay_style} needs --lr-decay-iters")
-    return config.lr_decay_iters
+from drivetrain_backend_api import TrainConfig
 
 
 def global_norm(shards: Iterable[Tensor], *, group: dist.ProcessGroup | None, device: torch.device) -> float:
@@ -46,28 +20,6 @@ def global_norm(shards: Iterable[Tensor], *, group: dist.ProcessGroup | None, de
     if group is not None:
         dist.all_reduce(total, group=group)
     return math.sqrt(total.item()) if math.isfinite(total.item()) else total.item()
-
-
-class LossScaler:
-    """Dynamic loss scale: halves on overflow, doubles after `window` steps without one; 1 for ever unless fp16."""
-
-    def __init__(self, config: TrainConfig) -> None:
-        self.enabled = config.precision == "fp16"
-        self.scale = config.initial_loss_scale if self.enabled else 1.0
-        self.good_steps = 0
-        self._minimum = config.min_loss_scale
-        self._window = config.loss_scale_window
-
-    def update(self, *, overflow: bool) -> None:
-        """Note how a step went."""
-        if not self.enabled:
-            return
-        if overflow:
-            self.scale, self.good_steps = max(self._minimum, self.scale / 2), 0
-            return
-        self.good_steps += 1
-        if self.good_steps == self._window:
-            self.scale, self.good_steps = self.scale * 2, 0
 
 
 class ShardedAdamW:
