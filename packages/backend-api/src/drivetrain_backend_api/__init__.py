@@ -1,7 +1,8 @@
 """The contract between a reinforcement-learning loop and a training backend.
 
 This module imports no torch: it offers discovery, specs, configuration and errors. What needs tensors is in the
-submodules `backend`, `algorithm`, `batch`, `packing`, `log_probs`, `reductions`, `weights`, `offload`.
+submodules `backend`, `algorithm`, `batch`, `packing`, `attention`, `log_probs`, `reductions`, `weights`, `offload`,
+`collectives`, `hf_folder`; `schedule` needs none.
 """
 
 from drivetrain_backend_api.config import Option, OptionGroup, TrainConfig, option, options

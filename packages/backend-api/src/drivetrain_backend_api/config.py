@@ -30,6 +30,7 @@ def option(
     metavar: str | None = None,
     runs_code: bool = False,
     acts_with: str | None = None,
+    aliases: Sequence[str] = (),
 ) -> Any:
     """Declare one option of an `OptionGroup`.
 
@@ -45,6 +46,8 @@ def option(
             is accepted from the command line only.
         acts_with: field of the same group without which nothing reads this option: a switch that must be on, or an
             option that must be set. Given on the command line all the same, it is refused.
+        aliases: other names of the option, spelled as fields are, where the field uses more than one. Whoever writes
+            an option may use any of its names, but one at a time; what Drivetrain writes has the field's.
     """
     metadata = {
         "help": help,
@@ -55,6 +58,7 @@ def option(
         "metavar": metavar,
         "runs_code": runs_code,
         "acts_with": acts_with,
+        "aliases": tuple(aliases),
     }
     return field(default=default, metadata=metadata, kw_only=True)
 
@@ -69,7 +73,7 @@ class Option:
         many: the field is a tuple of `type`.
         optional: None is legal and means "not set".
         group: name of the class that owns it.
-        choices, minimum, maximum, above, metavar, runs_code, acts_with: as in `option`.
+        choices, minimum, maximum, above, metavar, runs_code, acts_with, aliases: as in `option`.
     """
 
     name: str
@@ -86,6 +90,7 @@ class Option:
     metavar: str | None = None
     runs_code: bool = False
     acts_with: str | None = None
+    aliases: tuple[str, ...] = ()
 
     @property
     def flag(self) -> str:
@@ -171,12 +176,17 @@ class OptionGroup:
 def options(config_class: type[OptionGroup]) -> list[Option]:
     """List the options of a configuration class, inherited ones first, in the order they are written."""
     hints = typing.get_type_hints(config_class)
+    names = {one.name for one in fields(config_class)}
     found = []
     for one in fields(config_class):
         if "help" not in one.metadata:
             raise TypeError(f"{config_class.__name__}.{one.name} is not declared with option(...)")
         if (other := one.metadata["acts_with"]) is not None and other not in hints:
             raise TypeError(f"{config_class.__name__}.{one.name} acts with {other!r}, which is no option beside it")
+        for alias in one.metadata["aliases"]:
+            if alias in names:
+                raise TypeError(f"{config_class.__name__}.{one.name} has the alias {alias!r}, which is taken already")
+            names.add(alias)
         scalar, many, optional, choices = _shape_of(hints[one.name])
         owner = next(
             base for base in reversed(config_class.__mro__) if one.name in getattr(base, "__annotations__", {})
@@ -235,7 +245,9 @@ class TrainConfig(OptionGroup):
     adam_beta1: float = option(0.9, help="Adam's first moment decay", minimum=0, maximum=0.999999)
     adam_beta2: float = option(0.98, help="Adam's second moment decay", minimum=0, maximum=0.999999)
     adam_eps: float = option(1e-8, help="Adam's epsilon", above=0)
-    grad_clip: float = option(1.0, help="global gradient norm to clip to; 0 does not clip", minimum=0)
+    grad_clip: float = option(
+        1.0, help="global gradient norm to clip to; 0 does not clip", minimum=0, aliases=("clip_grad",)
+    )
     optimizer_cpu_offload: bool = option(False, help="keep optimizer state and step on the host")
 
     # batch

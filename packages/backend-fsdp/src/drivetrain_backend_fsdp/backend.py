@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from drivetrain_backend_api import Capabilities, ConfigError, DataError, DrivetrainError, IllegalStateError, training
+from drivetrain_backend_api.attention import choose_kernel
 from drivetrain_backend_api.backend import SaveHandle, StepFn, StepOutcome, TrainBackend
 from drivetrain_backend_api.batch import MicroBatch
 from drivetrain_backend_api.lifecycle import State
@@ -25,7 +26,6 @@ from drivetrain_backend_api.parallel import ParallelLayout, ProcessGroups
 from drivetrain_backend_api.schedule import LossScaler, learning_rate, require_decay_iters
 from drivetrain_backend_api.weights import Holders, WeightExport, WeightManager
 from drivetrain_backend_fsdp import checkpoint, export
-from drivetrain_backend_fsdp.attention import choose_kernel
 from drivetrain_backend_fsdp.config import FsdpConfig
 from drivetrain_backend_fsdp.forward import MicroBatchRunner
 from drivetrain_backend_fsdp.model import Sharding, load_model, local_part

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from drivetrain_backend_api.attention import PackedSequences
 from drivetrain_backend_api.errors import UnsupportedModelError
 from drivetrain_backend_api.log_probs import Head
-from drivetrain_backend_fsdp.attention import PackedSequences
 
 _LOGITS_MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
 _LOGITS_DIVISORS = ("logits_scaling",)

@@ -13,11 +13,11 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedModel
 
 from drivetrain_backend_api.algorithm import HiddenOutput
+from drivetrain_backend_api.attention import Kernel, PackedSequences, packed_sequences
 from drivetrain_backend_api.backend import StepFn
 from drivetrain_backend_api.batch import MicroBatch
 from drivetrain_backend_api.errors import DrivetrainError, IllegalStateError
 from drivetrain_backend_api.parallel import ParallelLayout, ProcessGroups
-from drivetrain_backend_fsdp.attention import Kernel, PackedSequences, packed_sequences
 from drivetrain_backend_fsdp.causal_lm import head_of, hidden_states
 from drivetrain_backend_fsdp.model import ShardedModel
 

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from drivetrain_backend_api.attention import Kernel, packed_sequences
 from drivetrain_backend_api.errors import UnsupportedModelError
 from drivetrain_backend_api.log_probs import label_log_probs
-from drivetrain_backend_fsdp.attention import PACKED_ATTENTION, Kernel, packed_sequences
+from drivetrain_backend_fsdp.attention import PACKED_ATTENTION
 from drivetrain_backend_fsdp.causal_lm import build, head_of, hidden_states, model_name
 
 _VOCABULARY = 96
