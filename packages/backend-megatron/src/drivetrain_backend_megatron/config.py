@@ -32,7 +32,7 @@ class MegatronConfig(TrainConfig):
     )
     transformer_impl: str = option(
         "auto",
-        help="layers of TransformerEngine or our own on plain torch; auto takes TransformerEngine where it is installed",
+        help="layers of TransformerEngine, or our own on plain torch; auto takes the former where installed",
         choices=("auto", "local", "transformer_engine"),
     )
     experimental_diffusion: bool = option(False, help="train a diffusion model (experimental, not built)")
@@ -115,9 +115,7 @@ class MegatronConfig(TrainConfig):
     def _parallel_findings(self) -> list[str]:
         found = []
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
-            found.append(
-                "--sequence-parallel needs --tensor-model-parallel-size of 2 or more; give it or drop the flag"
-            )
+            found.append("--sequence-parallel needs --tensor-model-parallel-size of 2 or more; give both or neither")
         if self.num_layers_per_virtual_pipeline_stage is not None and self.pipeline_model_parallel_size == 1:
             found.append(
                 "--num-layers-per-virtual-pipeline-stage needs --pipeline-model-parallel-size of 2 or more; "
