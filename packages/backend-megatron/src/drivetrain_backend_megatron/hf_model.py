@@ -1,7 +1,7 @@
 """Fill Megatron parameters from a Hugging Face model folder, reading only what this rank holds of each tensor.
 
-`find_hf` looks at headers alone and can run on one rank for all; `load_hf` then reads. Never imports Megatron, and knows
-no process group.
+`find_hf` looks at headers alone and can run on one rank for all; `load_hf` then reads. Never imports Megatron; knows no
+process group.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -235,16 +235,16 @@ def to_hf(shards: Sequence[Tensor], rule: Rule, shape: ModelShape) -> list[Tenso
     Args:
         shards: the parameter of every tensor-parallel rank in order, or of any one where `split_dim` is None.
     """
+    shards = shards[:1] if rule.split_dim is None else shards
     if rule.layout is Layout.GATE_UP:
         halves = [one.chunk(2) for one in shards]
         return [torch.cat([one[half] for one in halves]) for half in (0, 1)]
-    whole = shards[0] if rule.split_dim is None or len(shards) == 1 else torch.cat(list(shards), dim=rule.split_dim)
+    whole = shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=rule.split_dim or 0)
     if rule.layout is Layout.QKV:
         heads = shape.num_attention_heads // shape.num_query_groups
         rows = [heads * shape.head_dim, shape.head_dim, shape.head_dim]
-        return [
-            one.flatten(0, 1) for one in whole.reshape(shape.num_query_groups, -1, *whole.shape[1:]).split(rows, dim=1)
-        ]
+        grouped = whole.reshape(shape.num_query_groups, -1, *whole.shape[1:])
+        return [one.flatten(0, 1) for one in torch.split(grouped, rows, dim=1)]
     return [whole[: shape.vocab_size] if rule.vocab else whole]
 
 
