@@ -399,27 +399,28 @@ def _rope(table: Mapping[str, Any], path: Path) -> dict[str, Any]:
     given = table.get("rope_scaling") or table.get("rope_parameters") or {}
     if not isinstance(given, dict):
         raise DataError(f"{path}: rope_parameters {given!r} is no table; copy the model again")
+    if any(isinstance(one, dict) for one in given.values()):
+        raise _unsupported(path, "rope_parameters for each type of layer")
     rope = {name: value for name, value in given.items() if name != "type"}
     rope.setdefault("rope_type", given.get("type", "default"))
     if rope["rope_type"] not in ROPE_TYPES:
         raise _unsupported(path, f"rope_type {rope['rope_type']!r} (of {', '.join(ROPE_TYPES)})")
     rope.setdefault("rope_theta", table.get("rope_theta", _DEFAULT_THETA))
-    rope["rope_theta"] = _number(rope, "rope_theta", path)
     if rope.pop("partial_rotary_factor", table.get("partial_rotary_factor") or 1.0) != 1.0:
         raise _unsupported(path, "partial_rotary_factor other than 1")
     if rope["rope_type"] in _SCALED_ROPE:
         rope.setdefault("original_max_position_embeddings", table.get("max_position_embeddings"))
     for name in _rope_needs(rope["rope_type"]):
-        rope[name] = _number(rope, name, path)
+        _number(rope, name, path)
     return rope
 
 
 def _rope_needs(rope_type: str) -> Sequence[str]:
     if rope_type == "llama3":
-        return "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
+        return "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
     if rope_type == "yarn":
-        return "factor", "original_max_position_embeddings"
-    return ("factor",) if rope_type == "linear" else ()
+        return "rope_theta", "factor", "original_max_position_embeddings"
+    return ("rope_theta", "factor") if rope_type == "linear" else ("rope_theta",)
 
 
 def _experts(table: Mapping[str, Any], path: Path) -> ExpertShape | None:

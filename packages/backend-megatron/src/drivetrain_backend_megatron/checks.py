@@ -60,11 +60,9 @@ def _divisors(*numbers: int) -> str:
 
 
 def _tensor_findings(shape: ModelShape, tp: int) -> list[str]:
-    cut = {
-        "attention heads": shape.num_attention_heads,
-        "key-value heads": shape.num_query_groups,
-        "rows of each MLP": shape.ffn_hidden_size,
-    }
+    cut = {"attention heads": shape.num_attention_heads, "key-value heads": shape.num_query_groups}
+    if len(shape.sparse_layers) < shape.num_layers:
+        cut["rows of each MLP"] = shape.ffn_hidden_size
     uneven = [f"{number} {what}" for what, number in cut.items() if number % tp]
     if not uneven:
         return []
@@ -140,7 +138,13 @@ def same_shape_findings(shape: ModelShape, config: MegatronConfig) -> list[str]:
     are passed over.
     """
     found = []
-    for flag, folder in {"--ref-load": config.ref_load, "--opd-teacher-load": config.opd_teacher_load}.items():
+    kept = "the same architecture and size, or --train-backend fsdp, which keeps it as a separate model"
+    folders = {
+        "--load": (config.load, "this model"),
+        "--ref-load": (config.ref_load, kept),
+        "--opd-teacher-load": (config.opd_teacher_load, kept),
+    }
+    for flag, (folder, wanted) in folders.items():
         if folder is None or not is_hf_folder(Path(folder)):
             continue
         try:
@@ -150,8 +154,7 @@ def same_shape_findings(shape: ModelShape, config: MegatronConfig) -> list[str]:
             continue
         if other:
             found.append(
-                f"{flag} {folder}: another model than --hf-checkpoint ({', '.join(other)}); give one of the same "
-                "architecture and size, or --train-backend fsdp, which keeps it as a separate model"
+                f"{flag} {folder}: another model than --hf-checkpoint ({', '.join(other)}); give one of {wanted}"
             )
     return found
 

@@ -169,6 +169,11 @@ def stage_of(place: Place, shape: ModelShape, *, pp_size: int, chunks: int = 1) 
     return place.layer // (shape.num_layers // (pp_size * chunks)) % pp_size
 
 
+def first_expert(shape: ModelShape, *, ep_size: int, ep_rank: int) -> int:
+    """Return the global index of the first expert of an expert-parallel rank, 0 for a dense model."""
+    return ep_rank * (shape.experts.num_experts // ep_size) if shape.experts else 0
+
+
 def expert_rank(place: Place, shape: ModelShape, *, ep_size: int) -> int | None:
     """Return the expert-parallel rank that holds a parameter, None where all of them do."""
     if place.expert is None or shape.experts is None:

@@ -1,29 +1,46 @@
-"""What the Megatron backend says about itself: for now, that it is not built yet. Imports no Megatron and no torch."""
+"""What this backend says about itself. Never imports torch, transformers or Megatron."""
 
-from typing import Any
+from importlib.metadata import PackageNotFoundError, version
 
-from drivetrain_backend_api import BackendSpec, Capabilities, ProbeResult, TrainConfig
+from drivetrain_backend_api import BackendSpec, Capabilities, ProbeResult
+from drivetrain_backend_megatron.checks import validate
+from drivetrain_backend_megatron.config import MegatronConfig
 
-NOT_BUILT = "the Megatron backend is not built yet; use --train-backend fsdp (pip install drivetrain-backend-fsdp)"
+CAPABILITIES = Capabilities(
+    parallelism=("dp", "tp", "sp", "pp", "cp", "ep"),
+    precisions=("bf16", "fp16", "fp32"),
+    devices=("cpu", "cuda"),
+    cpu_offload=True,
+    reference="tag",
+    teacher="tag",
+    resharding=True,
+    async_save=False,
+)
 
 
 def probe() -> ProbeResult:
-    """Report that it cannot work on any machine."""
-    return ProbeResult(available=False, detail=NOT_BUILT)
-
-
-def validate(config: Any) -> list[str]:
-    """Refuse every configuration."""
-    return [f"--train-backend megatron: {NOT_BUILT}"]
+    """Look for the heavy dependencies by their metadata."""
+    return ProbeResult(available=False, detail="not built yet; use --train-backend fsdp")
+    found, missing = [], []
+    for name in ("torch", "megatron-core", "transformers", "safetensors"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            missing.append(name)
+    if missing:
+        return ProbeResult(
+            available=False, detail=f"{', '.join(missing)} not installed; pip install {' '.join(missing)}"
+        )
+    return ProbeResult(available=True, detail=", ".join(found))
 
 
 SPEC = BackendSpec(
     name="megatron",
     api_version=1,
     target="drivetrain_backend_megatron.backend:MegatronBackend",
-    config_class=TrainConfig,
-    capabilities=Capabilities(parallelism=(), precisions=(), devices=()),
-    # above FSDP's: the default as soon as it is available
+    config_class=MegatronConfig,
+    capabilities=CAPABILITIES,
+    # above FSDP's: the default where both are installed
     preference=20,
     validate=validate,
     probe=probe,

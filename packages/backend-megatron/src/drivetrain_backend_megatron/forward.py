@@ -1,0 +1,84 @@
+"""Micro-batches as this rank's part of the model reads them, and what the algorithm gets to see of the output.
+
+A packed batch is padded at its end until it divides over context-parallel and sequence-parallel ranks; each
+context-parallel rank holds a run of consecutive tokens. Padding is a sequence of its own and is cut off before the head.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drivetrain_backend_api.attention import Kernel, packed_sequences
+from drivetrain_backend_api.batch import MicroBatch
+from drivetrain_backend_api.parallel import ParallelLayout
+from drivetrain_backend_megatron.attention import PackedTokens
+from drivetrain_backend_megatron.rotary import Rotary
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankBatch:
+    """One micro-batch on one rank.
+
+    Attributes:
+        input_ids: int64 [1, T], padding included.
+        tokens: what attention needs.
+        batch: the micro-batch with this rank's real tokens in its per-token fields; the first ones of T.
+    """
+
+    input_ids: Tensor
+    tokens: PackedTokens
+    batch: MicroBatch
+
+
+def cut_batch(
+    batch: MicroBatch,
+    *,
+    layout: ParallelLayout,
+    cp: dist.ProcessGroup | None,
+    multiple: int,
+    kernel: Kernel,
+    rotary: Rotary,
+) -> RankBatch:
+    """Pad a packed micro-batch and take this context-parallel rank's tokens.
+
+    Args:
+        batch: the whole packed micro-batch.
+        layout: of this rank.
+        cp: the context-parallel group.
+        multiple: tokens that the ranks' part must be a multiple of; the tensor-parallel size under sequence parallelism.
+        kernel: of attention.
+        rotary: of the model.
+    """
+    total = len(batch.input_ids)
+    unit = layout.cp_size * multiple
+    padding = -total % unit
+    part = (total + padding) // layout.cp_size
+    first = layout.cp_rank * part
+    real = slice(min(first, total), min(first + part, total))
+    positions = torch.cat((batch.position_ids, torch.arange(padding, device=batch.position_ids.device)))
+    cos, sin = rotary.angles(positions[first : first + part])
+    boundaries = batch.cu_seqlens
+    if padding:
+        boundaries = torch.cat((boundaries, boundaries[-1:] + padding))
+    return RankBatch(
+        input_ids=torch.nn.functional.pad(batch.input_ids, (0, padding))[None, first : first + part],
+        tokens=PackedTokens(
+            sequences=packed_sequences(boundaries, max(batch.max_seqlen, padding), kernel), cos=cos, sin=sin, cp=cp
+        ),
+        batch=batch if layout.cp_size == 1 else _cut_fields(batch, real),
+    )
+
+
+def _cut_fields(batch: MicroBatch, real: slice) -> MicroBatch:
+    return replace(
+        batch,
+        input_ids=batch.input_ids[real],
+        position_ids=batch.position_ids[real],
+        labels=batch.labels[real],
+        loss_mask=batch.loss_mask[real],
+        sequence_ids=batch.sequence_ids[real],
+        token_index=batch.token_index[real],
+        per_token={name: column[real] for name, column in batch.per_token.items()},
+    )
