@@ -134,3 +134,26 @@ def test_code_is_named_by_a_function_path_or_by_true_also_in_a_list() -> None:
     assert [found["functions"].names_code(one) for one in ((), ("a",), ("a", "m:f"))] == [False, False, True]
     assert [found["trust"].names_code(one) for one in (False, True)] == [False, True]
     assert not found["plain"].names_code("m:f")
+
+
+def test_an_alias_that_is_another_options_name_is_a_mistake_of_its_author() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Clashing(OptionGroup):
+        one: int = option(1, help="first", aliases=("uno", "two"))
+        two: int = option(2, help="second")
+
+    @dataclass(frozen=True, kw_only=True)
+    class Twice(OptionGroup):
+        one: int = option(1, help="first", aliases=("number",))
+        two: int = option(2, help="second", aliases=("number",))
+
+    for group, message in ((Clashing, "one has the alias 'two'"), (Twice, "two has the alias 'number'")):
+        with pytest.raises(TypeError, match=rf"\.{message}, which is taken already"):
+            options(group)
+
+
+def test_an_option_carries_its_aliases() -> None:
+    found = {one.name: one for one in options(TrainConfig)}
+    assert found["grad_clip"].aliases == ("clip_grad",)
+    assert found["grad_clip"].flag == "--grad-clip"
+    assert found["lr"].aliases == ()

@@ -60,7 +60,7 @@ class Case:
 
 # -- words -------------------------------------------------------------------------------------------------------------
 
-_SURFACES = [load_surface("fsdp", "transformers", algorithm) for algorithm in ("grpo", "sft")]
+_SURFACES = [load_surface("fsdp", "transformers", algorithm) for algorithm in ("grpo", "opd", "sft")]
 _OPTIONS = list({one.name: one for surface in _SURFACES for one in surface.options.values()}.values())
 _FLAGS = [flag for one in _OPTIONS for flag in flags_of(one)]
 _OTHER_FLAGS = ["--recipe", "--config", "--print-config", "--dry-run", "--help", "-h", "--version", "--", "-", "--="]
@@ -114,7 +114,7 @@ _FUNCTIONS = [
 def _good_text(one: Option) -> SearchStrategy[str]:
     """Draw what an option probably takes."""
     if one.name in {option.name for _, option in SELECTORS.values()}:
-        return st.sampled_from(["fsdp", "transformers", "grpo", "sft"])
+        return st.sampled_from(["fsdp", "transformers", "grpo", "opd", "sft"])
     if one.choices:
         return st.sampled_from(list(one.choices))
     if one.metavar in ("DIR", "FILE"):

@@ -1,9 +1,12 @@
 import itertools
 import json
 import re
+import sys
 import tomllib
+from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -63,7 +66,7 @@ def all_surfaces() -> list[Surface]:
 def test_every_installed_combination_has_unique_flags_and_every_flag_its_help() -> None:
     surfaces = all_surfaces()
     assert {"fsdp", "megatron"} <= {one.backend.name for one in surfaces}
-    assert {"grpo", "sft"} <= {one.algorithm.name for one in surfaces}
+    assert {"grpo", "opd", "sft"} <= {one.algorithm.name for one in surfaces}
     for surface in surfaces:
         flags = [flag for one in surface.options.values() for flag in flags_of(one)]
         assert len(flags) == len(set(flags))
@@ -71,11 +74,143 @@ def test_every_installed_combination_has_unique_flags_and_every_flag_its_help() 
         assert [flag for flag in flags if not re.search(rf"{flag}\b", shown)] == []
 
 
+ALIASED = """
+from dataclasses import dataclass
+from drivetrain_backend_api import AlgorithmSpec, OptionGroup, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aliased(OptionGroup):
+    factor: float = option(0.5, help="a number", minimum=0, aliases=("ratio",))
+    fast: bool = option(False, help="a switch", aliases=("quick",))
+    names: tuple[str, ...] = option((), help="several", aliases=("labels",))
+
+
+SPEC = AlgorithmSpec(name="aliased", api_version=1, target="nowhere:Aliased", config_class=Aliased)
+"""
+
+
+def install(folder: Path, source: str) -> None:
+    """Make a folder of the module search path hold a distribution with the algorithm `aliased`."""
+    info = folder / "aliased-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: aliased\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[drivetrain.algorithms]\naliased = aliased_spec:SPEC\n")
+    (folder / "aliased_spec.py").write_text(source)
+
+
+@pytest.fixture
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder in which distributions are found."""
+    folder = tmp_path / "plugins"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    yield folder
+    sys.modules.pop("aliased_spec", None)
+
+
+@pytest.fixture
+def aliased(plugins: Path) -> None:
+    """An algorithm whose options, of every shape, each have a second name."""
+    install(plugins, ALIASED)
+
+
+WITH_ALIASES = ["--algorithm", "aliased", *FSDP]
+
+
+def aliased_options(words: list[str], environ: dict[str, str] | None = None) -> tuple[float, bool, tuple[str, ...]]:
+    found: Any = config_of([*WITH_ALIASES, *words], environ).algorithm_options
+    return found.factor, found.fast, found.names
+
+
+@pytest.mark.usefixtures("aliased")
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--ratio", "2"], (2.0, False, ())),
+        (["--ratio=2", "--quick"], (2.0, True, ())),
+        (["--no-quick"], (0.5, False, ())),
+        (["--labels", "a", "b", "--labels", "c"], (0.5, False, ("a", "b", "c"))),
+    ],
+)
+def test_an_alias_is_a_flag_of_its_option(words: list[str], expected: tuple[Any, ...]) -> None:
+    assert aliased_options(words) == expected
+
+
+@pytest.mark.usefixtures("aliased")
+def test_an_alias_is_a_file_key_and_a_variable_of_its_option(tmp_path: Path) -> None:
+    file = write(tmp_path / "c.toml", "ratio = 2.0\nquick = true\nlabels = ['a']")
+    assert aliased_options(["--config", file]) == (2.0, True, ("a",))
+    assert config_of([*WITH_ALIASES, "--config", file]).sources["factor"] == file
+    variables = {"DRIVETRAIN_RATIO": "2", "DRIVETRAIN_QUICK": "true", "DRIVETRAIN_LABELS": "a b"}
+    assert aliased_options([], variables) == (2.0, True, ("a", "b"))
+    assert config_of(WITH_ALIASES, variables).sources["factor"] == "DRIVETRAIN_RATIO"
+
+
+@pytest.mark.usefixtures("aliased")
+def test_a_flag_wins_over_a_variable_over_a_file_whatever_name_each_uses(tmp_path: Path) -> None:
+    words = ["--config", write(tmp_path / "c.toml", "factor = 1.0")]
+    assert aliased_options(words, {"DRIVETRAIN_RATIO": "2"})[0] == 2
+    assert aliased_options([*words, "--factor", "3"], {"DRIVETRAIN_RATIO": "2"})[0] == 3
+
+
+@pytest.mark.usefixtures("aliased")
+@pytest.mark.parametrize(
+    ("words", "finding"),
+    [
+        (["--ratio", "1", "--factor", "1"], "--ratio and --factor are one option; give one of them"),
+        (["--fast", "--no-quick"], "--fast and --quick are one option; give one of them"),
+        (["--names", "a", "--labels", "b"], "--names and --labels are one option; give one of them"),
+        (["--ratio", "1", "--ratio", "2"], "--ratio is given 2 times (1, 2); give it once"),
+        (["--quick", "--no-quick"], "--quick is given 2 times (true, false); give it once"),
+        (["--ratio", "-1"], "--factor -1.0: must be at least 0"),
+        (["--labls", "a"], "unknown flag --labls; did you mean --labels?"),
+    ],
+)
+def test_an_alias_is_no_second_option(words: list[str], finding: str) -> None:
+    assert refusal([*WITH_ALIASES, *words]) == [finding]
+
+
+@pytest.mark.usefixtures("aliased")
+def test_an_option_under_two_names_in_a_file_or_in_variables_is_refused(tmp_path: Path) -> None:
+    file = write(tmp_path / "c.toml", "ratio = 1.0\nfactor = 1.0")
+    assert refusal([*WITH_ALIASES, "--config", file]) == [
+        f"ratio and factor are one option; give one of them (in {file})"
+    ]
+    assert refusal(WITH_ALIASES, {"DRIVETRAIN_RATIO": "1", "DRIVETRAIN_FACTOR": "1"}) == [
+        "DRIVETRAIN_FACTOR and DRIVETRAIN_RATIO are one option; give one of them"
+    ]
+
+
+@pytest.mark.usefixtures("aliased")
+def test_help_shows_aliases_strangers_are_told_their_owner_and_saved_values_have_one_name() -> None:
+    shown = re.sub(r"\s+", " ", build_parser(load_surface("fsdp", "transformers", "aliased")).format_help())
+    assert "--factor X, --ratio X a number (default: 0.5)" in shown
+    assert "--fast, --no-fast, --quick, --no-quick a switch" in shown
+    assert refusal([*FSDP, "--no-quick"]) == [
+        "--no-quick belongs to algorithm 'aliased', but this run uses 'grpo'; drop it, or choose --algorithm aliased"
+    ]
+    values = config_values(config_of([*WITH_ALIASES, "--ratio", "2"]))
+    assert values["factor"] == 2.0
+    assert "ratio" not in values
+
+
+def test_an_alias_that_is_somebody_elses_flag_is_refused(plugins: Path) -> None:
+    install(plugins, ALIASED.replace('"ratio"', '"lr"'))
+    with pytest.raises(DiscoveryError, match="--lr is declared by algorithm aliased, but it belongs to every train"):
+        load_surface("fsdp", "transformers", "aliased")
+
+
+def test_the_gradient_norm_is_clipped_under_either_of_its_names() -> None:
+    assert config_of([*FSDP, "--clip-grad", "0.5"]).train.grad_clip == 0.5
+    assert config_of(FSDP, {"DRIVETRAIN_CLIP_GRAD": "0.5"}).train.grad_clip == 0.5
+
+
 def test_help_groups_flags_by_owner_and_shows_defaults() -> None:
     shown = re.sub(r"\s+", " ", build_parser(load_surface("fsdp", "transformers", "grpo")).format_help())
     order = ["selection:", "every train backend:", "train backend fsdp:", "algorithm grpo:", "loop:"]
     assert [shown.index(title) for title in order] == sorted(shown.index(title) for title in order)
-    assert "--grad-clip X global gradient norm to clip to; 0 does not clip (default: 1)" in shown
+    assert "--grad-clip X, --clip-grad X global gradient norm to clip to; 0 does not clip (default: 1)" in shown
     assert "--hf-checkpoint DIR Hugging Face model folder to train (config, safetensors, tokenizer) (required)" in shown
 
 
@@ -240,7 +375,7 @@ def test_the_unbuilt_backend_is_refused_before_anything_else() -> None:
 
 
 def test_a_plugin_that_is_not_installed_is_named_with_those_that_are() -> None:
-    with pytest.raises(NotInstalledError, match=r"algorithm 'ppo' is not installed \(installed: grpo, sft\)"):
+    with pytest.raises(NotInstalledError, match=r"algorithm 'ppo' is not installed \(installed: grpo, opd, sft\)"):
         read_request([*FSDP, "--algorithm", "ppo"], {})
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain_backend_api import TRAIN_BACKENDS, Option, TrainConfig, installed, load_spec, options
+from drivetrain_backend_api import TRAIN_BACKENDS, Option, OptionGroup, TrainConfig, installed, load_spec, options
 from drivetrain_launcher import arguments
-from drivetrain_launcher.arguments import Surface, flags_of, known_options, load_surface
+from drivetrain_launcher.arguments import Surface, flags_of, known_options, load_surface, names_of
 
 LISTS = Path(__file__).parent / "flags"
 KNOWN = Path(arguments.__file__).parent / "known_backend_options.json"
@@ -43,7 +43,7 @@ def flag_list(surface: Surface) -> str:
     return "\n".join(lines) + "\n"
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
+@pytest.mark.parametrize("algorithm", ["grpo", "opd", "sft"])
 @pytest.mark.parametrize("backend", OFFICIAL)
 def test_the_flag_list_of_a_backend_changes_only_on_purpose(
     backend: str, algorithm: str, request: pytest.FixtureRequest
@@ -58,11 +58,11 @@ def test_the_flag_list_of_a_backend_changes_only_on_purpose(
 def test_the_launcher_knows_the_options_of_the_official_backends_even_where_they_are_not_installed(
     request: pytest.FixtureRequest,
 ) -> None:
-    core = {one.name for one in options(TrainConfig)}
-    found = {
-        name: sorted({one.name for one in options(load_spec(TRAIN_BACKENDS, name).config_class)} - core)
-        for name in OFFICIAL
-    }
+    def names(config_class: type[OptionGroup]) -> set[str]:
+        return {name for one in options(config_class) for name in names_of(one)}
+
+    core = names(TrainConfig)
+    found = {name: sorted(names(load_spec(TRAIN_BACKENDS, name).config_class) - core) for name in OFFICIAL}
     if request.config.getoption("--write-docs"):
         KNOWN.write_text(json.dumps(found, indent=2) + "\n", "utf-8")
     assert found == known_options()

@@ -21,8 +21,8 @@ def size(**changes: int) -> RunSize:
         ({}, False, 16 * 1000 + 3 * 2 * 1000),
         ({"engines": 0}, False, 16 * 1000 - 3 * PROCESS_BYTES),
         ({"compute_bytes": 4, "frozen_parameters": 500}, False, 16 * 1000 + 3 * 4 * 1000 + 4 * 500),
-        ({"gpus": 8, "frozen_parameters": 500}, False, 0),
-        ({"gpus": 8, "frozen_parameters": 500}, True, 12 * 1000),
+        ({"gpus": 8, "frozen_parameters": 500}, False, 2 * 500),
+        ({"gpus": 8, "frozen_parameters": 500}, True, 12 * 1000 + 2 * 500),
     ],
 )
 def test_the_need_is_processes_and_what_they_hold(changes: dict[str, int], offloads: bool, expected: int) -> None:

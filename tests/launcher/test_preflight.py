@@ -302,12 +302,78 @@ def test_a_reference_may_have_a_larger_vocabulary_of_the_same_tokens(
     assert findings(folder, ref_load=reference, use_kl_loss=True) == []
 
 
-@pytest.mark.parametrize(("theirs", "tokens"), [(6, {"b": 0, "a": 1}), (4, None)])
-def test_a_reference_of_other_tokens_is_refused(folder: Path, theirs: int, tokens: dict[str, int] | None) -> None:
-    reference = reference_of(folder, mine=5, theirs=theirs, tokens=tokens)
+def test_a_reference_that_lacks_tokens_is_refused(folder: Path) -> None:
+    reference = reference_of(folder, mine=5, theirs=4)
     assert findings(folder, ref_load=reference, use_kl_loss=True) == [
-        f"--ref-load {reference}: has a vocabulary of {theirs} tokens, and --hf-checkpoint {folder / 'model'} has 5; "
+        f"--ref-load {reference}: has a vocabulary of 4 tokens, and --hf-checkpoint {folder / 'model'} has 5; "
         "give a model with the same tokenizer"
+    ]
+
+
+@pytest.mark.parametrize("theirs", [5, 6])
+def test_a_teacher_of_other_tokens_is_refused_however_large_its_vocabulary(folder: Path, theirs: int) -> None:
+    teacher = reference_of(folder, mine=5, theirs=theirs, tokens={"b": 0, "a": 1})
+    assert findings(folder, algorithm="opd", opd_teacher_load=teacher) == [
+        f"--opd-teacher-load {teacher}: its token 0 is 'b', and that of --hf-checkpoint {folder / 'model'} is 'a'; "
+        "give a model with the same tokenizer"
+    ]
+
+
+def test_a_teacher_may_name_special_tokens_otherwise(folder: Path) -> None:
+    teacher = reference_of(folder, mine=5, theirs=5)
+    for model, name in ((folder / "model", "<reserved_1>"), (teacher, "<tool>")):
+        tokenizer = Tokenizer(models.WordLevel({"a": 0, name: 1}, unk_token="a"))
+        tokenizer.add_special_tokens([name])
+        tokenizer.save(str(model / "tokenizer.json"))
+    assert findings(folder, algorithm="opd", opd_teacher_load=teacher) == []
+
+
+def test_a_broken_teacher_is_found_before_anything_starts(folder: Path) -> None:
+    def found(teacher: Path | None) -> list[str]:
+        return findings(folder, algorithm="opd", opd_teacher_load=teacher)
+
+    assert found(None) == ["--algorithm opd needs a teacher; give --opd-teacher-load DIR"]
+    absent = folder / "nowhere"
+    assert found(absent) == [
+        f"--opd-teacher-load {absent}: no such folder; download the model first: hf download OWNER/NAME --local-dir DIR"
+    ]
+    teacher = Path(shutil.copytree(folder / "model", folder / "teacher"))
+    (teacher / "config.json").unlink()
+    assert found(teacher) == [
+        f"--opd-teacher-load {teacher / 'config.json'}: No such file or directory; copy the model again"
+    ]
+    shutil.copy(folder / "model" / "config.json", teacher)
+    (teacher / "part-2.safetensors").write_bytes(b"")
+    assert found(teacher) == [
+        f"--opd-teacher-load {teacher / 'part-2.safetensors'}: is no safetensors file (a download that failed, or a "
+        "Git LFS pointer?); fetch it again"
+    ]
+
+
+def test_labels_are_needed_only_where_a_reward_reads_them(folder: Path) -> None:
+    teacher = Path(shutil.copytree(folder / "model", folder / "teacher"))
+    distil: Words = {"algorithm": "opd", "opd_teacher_load": teacher, "label_key": None, "n_samples_per_prompt": 1}
+    assert findings(folder, **distil) == ["--reward math: it needs a label; give --label-key KEY"]
+    assert findings(folder, **distil, reward="none") == []
+    assert findings(folder, reward="none") == [
+        "--reward none: --algorithm grpo learns from rewards alone; choose another"
+    ]
+
+
+def test_host_memory_of_frozen_models_is_told_before_anything_starts(folder: Path) -> None:
+    teacher = Path(shutil.copytree(folder / "model", folder / "teacher"))
+    save_file({"one": np.ones((1024, 512), np.float32)}, teacher / "part-1.safetensors")
+    frozen: Words = {"algorithm": "opd", "opd_teacher_load": teacher, "fp32": True}
+    assert notes(folder, **frozen) == [f"--opd-teacher-load {teacher}: takes 2.0 MiB of host memory on the only rank"]
+    reference: Words = {"use_kl_loss": True, "ref_load": teacher}
+    assert notes(folder, **frozen, **reference, actor_num_gpus_per_node=2) == [
+        f"--ref-load {teacher}: takes 1.0 MiB of host memory on each of 2 ranks",
+        f"--opd-teacher-load {teacher}: takes 1.0 MiB of host memory on each of 2 ranks",
+    ]
+    config = config_of(folder, **frozen, actor_num_gpus_per_node=2)
+    tagged = replace(config.backend, capabilities=replace(config.backend.capabilities, teacher="tag"))
+    assert preflight(replace(config, backend=tagged)) == [
+        f"--opd-teacher-load {teacher}: takes up to 2.0 MiB of host memory on each of 2 ranks"
     ]
 
 

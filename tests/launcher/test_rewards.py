@@ -152,6 +152,12 @@ def test_exact_compares_text_and_forgives_outer_white_space() -> None:
 # -- module:function --------------------------------------------------------------------------------------------------
 
 
+def test_none_is_zero_for_everything_and_needs_no_label() -> None:
+    reward = load_reward("none")
+    assert reward(sample("42")) == reward(sample("42", "42")) == 0
+    reward.check_labels([Prompt(index=0, source="p:1", prompt_ids=(1,), text="?")])
+
+
 def test_a_function_of_the_current_directory_sees_the_sample(here: Path) -> None:
     (here / "my_reward.py").write_text(
         "def score(sample):\n    return len(sample.response) + 10 * sample.response_length + len(sample.label)\n"
@@ -202,7 +208,7 @@ def test_a_function_that_cannot_be_loaded_says_why(here: Path, path: str, messag
 
 
 def test_unknown_names_and_useless_keys_are_refused() -> None:
-    with pytest.raises(ConfigError, match="not one of math, exact, and not of the form module:function"):
+    with pytest.raises(ConfigError, match="not one of math, exact, none, and not of the form module:function"):
         load_reward("maths")
     with pytest.raises(ConfigError, match="leave --reward-key out"):
         load_reward("math", key="x")

@@ -4,6 +4,7 @@ Process groups are made and destroyed here. Knows no algorithm, no engine and no
 """
 
 import datetime
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,8 +31,10 @@ from drivetrain_backend_fsdp.config import FsdpConfig
 from drivetrain_backend_fsdp.forward import MicroBatchRunner
 from drivetrain_backend_fsdp.model import Sharding, load_model, local_part
 from drivetrain_backend_fsdp.optimizer import ShardedAdamW, global_norm
-from drivetrain_backend_fsdp.sleep import Sleeper
+from drivetrain_backend_fsdp.sleep import KeptOnHost, Sleeper
 from drivetrain_backend_fsdp.spec import CAPABILITIES
+
+_LOG = logging.getLogger(__name__)
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -52,14 +55,15 @@ class FsdpBackend(TrainBackend):
         torch.manual_seed(self.config.seed + self.rank)
         self._make_groups()
         self._policy = self._load(self.config.hf_checkpoint, trainable=True)
-        self._frozen = {
-            tag: self._load_frozen(flag, folder)
-            for tag, wanted, flag, folder in (
-                ("ref", with_ref, "--ref-load", self.config.ref_load),
-                ("teacher", with_opd_teacher, "--opd-teacher-load", self.config.opd_teacher_load),
-            )
-            if wanted
-        }
+        self._frozen: dict[str, MicroBatchRunner] = {}
+        self._kept: dict[str, KeptOnHost] = {}
+        for tag, wanted, flag, folder in (
+            ("ref", with_ref, "--ref-load", self.config.ref_load),
+            ("teacher", with_opd_teacher, "--opd-teacher-load", self.config.opd_teacher_load),
+        ):
+            if wanted:
+                self._frozen[tag] = self._load_frozen(flag, folder)
+                self._kept[tag] = self._keep_on_host(tag)
         model = self._policy.model
         self._trained = {name: one for name, one in model.weights.items() if isinstance(one, DTensor)}
         self.optimizer = ShardedAdamW(
@@ -193,7 +197,8 @@ class FsdpBackend(TrainBackend):
         if tag not in self._frozen:
             return super()._log_probs_under(tag, shard)
         self.lifecycle.require("train")
-        return training.forward_log_probs(self._frozen[tag], shard)
+        with self._kept[tag].on_device():
+            return training.forward_log_probs(self._frozen[tag], shard)
 
     def _make_groups(self) -> None:
         """Join the default group, with a deadline, and make the control group and the mesh."""
@@ -278,6 +283,13 @@ class FsdpBackend(TrainBackend):
             )
         return loaded
 
+    def _keep_on_host(self, tag: str) -> KeptOnHost:
+        tensors = self._frozen[tag].model.locals
+        size = sum(one.numel() * one.element_size() for one in tensors().values())
+        if self.rank == 0:
+            _LOG.info("%s: %.1f MiB of host memory on each rank", tag, size / 2**20)
+        return KeptOnHost(lambda: self._on_device(tensors()))
+
     def _take_gradients(self) -> dict[str, Tensor]:
         """Take this rank's gradient shards out of the parameters, by weight name."""
         gradients = {}
@@ -293,11 +305,8 @@ class FsdpBackend(TrainBackend):
         return self._on_device(self.local_weights())
 
     def _others_to_move(self) -> dict[str, Tensor]:
-        """Name the tensors that an export does not need: optimizer state and frozen models."""
-        found = {f"optimizer.{name}": one for name, one in self.optimizer.state().items()}
-        for tag, frozen in self._frozen.items():
-            found |= {f"{tag}.{name}": one for name, one in frozen.model.locals().items()}
-        return self._on_device(found)
+        """Name the tensors that an export does not need, and that are not on the host anyway: optimizer state."""
+        return self._on_device(self.optimizer.state())
 
     def _on_device(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Leave out what an offload option keeps on the host already."""

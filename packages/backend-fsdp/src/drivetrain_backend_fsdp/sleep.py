@@ -1,6 +1,10 @@
-"""Sleep and wake-up: which tensors leave the accelerator, and in which of two steps. Bit for bit both ways."""
+"""Which tensors leave the accelerator, and when: in the two steps of sleep, and a frozen model between its uses.
 
-from collections.abc import Callable, Mapping
+Bit for bit both ways. Knows no model and no optimizer.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor
 
@@ -13,7 +17,7 @@ Tensors = Callable[[], Mapping[str, Tensor]]
 class Sleeper:
     """Moves a backend's tensors to the host and back as its state asks.
 
-    Weights are away in ASLEEP only; everything else (optimizer, frozen models) in WEIGHTS_ONLY too.
+    Weights are away in ASLEEP only; everything else (the optimizer) in WEIGHTS_ONLY too.
     """
 
     def __init__(self, *, weights: Tensors, others: Tensors) -> None:
@@ -31,3 +35,21 @@ class Sleeper:
             self._weight_copies.bring_back()
         if state is State.AWAKE and self._other_copies.away:
             self._other_copies.bring_back()
+
+
+class KeptOnHost:
+    """Keeps the tensors of a frozen model on the host, but for the time that they are used."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        """Send the tensors away. `tensors` names always the same ones."""
+        self._tensors, self._copies = tensors, HostCopies()
+        self._copies.send_away(tensors())
+
+    @contextlib.contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Have the tensors on the accelerator inside the block."""
+        self._copies.bring_back()
+        try:
+            yield
+        finally:
+            self._copies.send_away(self._tensors())

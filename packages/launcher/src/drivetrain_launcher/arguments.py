@@ -9,7 +9,7 @@ import argparse
 import difflib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -145,6 +145,11 @@ class Surface:
         found = {one.name: one for _, one in SELECTORS.values()}
         return found | {one.name: one for field in self.groups for one in self.group_options(field)}
 
+    @cached_property
+    def names(self) -> dict[str, Option]:
+        """Everything that an option may be called -> option: its name, then its aliases."""
+        return {name: one for one in self.options.values() for name in names_of(one)}
+
     def owner(self, field: str, one: Option) -> str:
         """Say who declares an option, for people."""
         if field == "train":
@@ -183,8 +188,22 @@ def unavailable(backend: BackendSpec, engine: EngineSpec, algorithm: AlgorithmSp
 
 
 def flags_of(one: Option) -> list[str]:
-    """Return an option's flag, and for a switch also the flag that turns it off."""
-    return [one.flag, "--no-" + one.flag[2:]] if one.type is bool else [one.flag]
+    """Return an option's flag, and those of its aliases; after each of a switch the flag that turns it off."""
+    flags = [Spelling.FLAG.write(name) for name in names_of(one)]
+    return [each for flag in flags for each in (flag, "--no-" + flag[2:])] if one.type is bool else flags
+
+
+def names_of(one: Option) -> tuple[str, ...]:
+    """Return every name that an option may be written by, its own first."""
+    return (one.name, *one.aliases)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Occurrence:
+    """A flag as it was written, in its form without `--no-`, and its text or texts."""
+
+    flag: str
+    value: Any
 
 
 class _Collect(argparse.Action):
@@ -197,11 +216,12 @@ class _Collect(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        if self.nargs == 0:
-            found: Any = "true" if option_string == self.option_strings[0] else "false"
-        else:
-            found = values
-        setattr(namespace, self.dest, [*getattr(namespace, self.dest, []), found])
+        flag, value = str(option_string), values
+        if self.nargs == 0:  # the flags of a switch come in pairs: on, off
+            turned_off = self.option_strings.index(flag) % 2
+            flag = self.option_strings[self.option_strings.index(flag) - turned_off]
+            value = "false" if turned_off else "true"
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest, []), _Occurrence(flag=flag, value=value)])
 
 
 class StrictParser(argparse.ArgumentParser):
@@ -287,10 +307,10 @@ def parse_selection(argv: Sequence[str]) -> dict[str, str]:
     parser = StrictParser(add_help=False)
     _add_selection(parser)
     found, _ = parser.parse_known_args(argv)
-    repeated = [finding for name, texts in vars(found).items() if (finding := _repeated(name, texts))]
+    repeated = [finding for occurrences in vars(found).values() if (finding := _repeated(occurrences))]
     if repeated:
         raise ConfigError("\n".join(repeated))
-    return {name: texts[0] for name, texts in vars(found).items()}
+    return {name: occurrences[0].value for name, occurrences in vars(found).items()}
 
 
 def parse_flags(surface: Surface, argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
@@ -308,10 +328,12 @@ def parse_flags(surface: Surface, argv: Sequence[str]) -> tuple[dict[str, list[s
         if name in FLAG_ONLY:
             continue
         if surface.options[name].many:
-            texts[name] = [text for occurrence in occurrences for text in occurrence]
-            continue
-        texts[name] = occurrences[-1:]
-        if finding := _repeated(name, occurrences):
+            texts[name] = [text for one in occurrences for text in one.value]
+        else:
+            texts[name] = [occurrences[-1].value]
+        if (finding := two_names(dict.fromkeys(one.flag for one in occurrences))) or (
+            not surface.options[name].many and (finding := _repeated(occurrences))
+        ):
             findings.append(finding)
     after_stranger = False
     for word in rest:
@@ -323,10 +345,17 @@ def parse_flags(surface: Surface, argv: Sequence[str]) -> tuple[dict[str, list[s
     return texts, findings
 
 
-def _repeated(name: str, texts: Sequence[str]) -> str | None:
-    if len(texts) < 2:
+def _repeated(occurrences: Sequence[_Occurrence]) -> str | None:
+    if len(occurrences) < 2:
         return None
-    return f"{Spelling.FLAG.write(name)} is given {len(texts)} times ({', '.join(map(printable, texts))}); give it once"
+    texts = ", ".join(printable(one.value or "") for one in occurrences)
+    return f"{occurrences[0].flag} is given {len(occurrences)} times ({texts}); give it once"
+
+
+def two_names(written: Iterable[str]) -> str | None:
+    """Say that one option is written by several of its names; None where it is not."""
+    spelled = list(written)
+    return f"{' and '.join(spelled)} are one option; give one of them" if len(spelled) > 1 else None
 
 
 # -- from what was written to values -----------------------------------------------------------------------------------
@@ -418,7 +447,7 @@ def explain_stranger(spelling: Spelling, text: str, surface: Surface) -> str:
 
 def _owners_of(name: str, surface: Surface) -> Iterator[tuple[PluginKind[Any], str, str]]:
     """Yield the installed plugins, other than the chosen ones, that declare an option."""
-    if name in surface.options:
+    if name in surface.names:
         return
     for field, (kind, _) in SELECTORS.items():
         chosen = getattr(surface, field).name
@@ -451,11 +480,9 @@ def _not_installed_owner(name: str) -> tuple[PluginKind[Any], str] | None:
 
 
 def _nearest(name: str, surface: Surface, spelling: Spelling) -> str | None:
-    known = dict.fromkeys(surface.options)
+    known = dict.fromkeys(surface.names)
     if spelling is Spelling.FLAG:
-        known |= dict.fromkeys(
-            [*FLAG_ONLY, *("no_" + one.name for one in surface.options.values() if one.type is bool)]
-        )
+        known |= dict.fromkeys([*FLAG_ONLY, *("no_" + name for name, one in surface.names.items() if one.type is bool)])
     if name in known:
         return spelling.write(name)
     abbreviated = [one for one in known if one.startswith(name)]

@@ -35,7 +35,7 @@ class RolloutConfig(OptionGroup):
     rollout_top_k: int = option(0, help="sample among the k most likely tokens; 0 is off", minimum=0)
     rollout_stop: tuple[str, ...] = option((), help="strings that end a response")
     rollout_stop_token_ids: tuple[int, ...] = option((), help="token ids that end a response, beside the model's own")
-    reward: str = option("math", help="math, exact, or module:function", runs_code=True)
+    reward: str = option("math", help="math, exact, none (0 for all), or module:function", runs_code=True)
     reward_key: str | None = option(None, help="key of the reward where the function returns a table of numbers")
     custom_generate: str | None = option(
         None, help="module:function that makes the response of each sample", runs_code=True

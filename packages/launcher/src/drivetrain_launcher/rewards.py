@@ -1,4 +1,4 @@
-"""Rewards: a number for each response. `math` and `exact` ship here; any function can be named as "module:function".
+"""Rewards: a number for each response. `math`, `exact` and `none` ship here; "module:function" names any other.
 
 Knows nothing of engines, tokenizers or training, and imports no torch.
 """
@@ -109,7 +109,7 @@ class Reward:
 
 
 def load_reward(name: str, *, key: str | None = None) -> Reward:
-    """Return the reward that --reward names: `math`, `exact` or "module:function".
+    """Return the reward that --reward names: `math`, `exact`, `none` or "module:function".
 
     Args:
         name: what --reward said.
@@ -197,6 +197,14 @@ def exact_reward(sample: RewardInput) -> float:
 
 def _exact_label_problem(label: str | None) -> str | None:
     return "it needs a label; give --label-key KEY" if label is None else None
+
+
+# -- none -------------------------------------------------------------------------------------------------------------
+
+
+def no_reward(sample: RewardInput) -> float:
+    """Return 0: for what learns from something else, and prompts without labels."""
+    return 0.0
 
 
 # -- math -------------------------------------------------------------------------------------------------------------
@@ -292,6 +300,7 @@ def _value(match: re.Match[str]) -> Fraction | None:
 _BUILT_IN = {
     "math": Reward(name="math", function=math_reward, label_problem=_math_label_problem),
     "exact": Reward(name="exact", function=exact_reward, label_problem=_exact_label_problem),
+    "none": Reward(name="none", function=no_reward),
 }
 
 

@@ -31,6 +31,7 @@ from drivetrain_launcher.arguments import (
     load_surface,
     parse_flags,
     parse_selection,
+    two_names,
     unavailable,
 )
 from drivetrain_launcher.config import DrivetrainConfig
@@ -201,14 +202,18 @@ def _layer(
     source: Callable[[str], str],
 ) -> tuple[Layer, list[str]]:
     """Convert what one source sets. Returns the settings, and a finding for each name that is no option."""
-    names = {spelling.write(name): name for name in surface.options}
-    layer, strangers = {}, []
+    names = {spelling.write(name): one.name for name, one in surface.names.items()}
+    layer: dict[str, Setting] = {}
+    strangers = []
+    spelled: dict[str, str] = {}
     for text, raw in written.items():
         place = source(text)
         where = "" if spelling is Spelling.FLAG else f" (in {place})"
         if isinstance(raw, dict):
             strangers.append(f"table [{printable(text)}]: options stand at the top level, outside tables{where}")
         elif text in names:
+            if double := two_names(dict.fromkeys([spelled.setdefault(names[text], text), text])):
+                strangers.append(double if spelling is Spelling.VARIABLE else double + where)
             layer[names[text]] = _setting(surface.options[names[text]], raw, convert, place, where)
         else:
             stranger = explain_stranger(spelling, text, surface)

@@ -3,6 +3,7 @@
 Runs as a Ray actor. Which backend it is comes in as a name; nothing here knows more of it than `TrainBackend`.
 """
 
+import logging
 import os
 import sys
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class TrainWorker:
         """
         import torch
 
+        logging.basicConfig(level=logging.INFO)  # into this worker's log of Ray
         self._settings = settings
         self._rank = rank
         self._store: Any = None

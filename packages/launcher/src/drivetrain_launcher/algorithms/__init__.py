@@ -1,1 +1,1 @@
-"""Algorithms that ship with the launcher: `grpo` and `sft`."""
+"""Algorithms that ship with the launcher: `grpo`, `opd` and `sft`."""

@@ -4,7 +4,7 @@ No critic: a sample's advantage is its reward compared with the other samples of
 and no reward function.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from drivetrain_backend_api.parallel import ProcessGroups
 from drivetrain_launcher.algorithms.advantages import group_advantages
 from drivetrain_launcher.algorithms.grpo_spec import GrpoConfig
 from drivetrain_launcher.algorithms.kl import kl_estimate
-from drivetrain_launcher.algorithms.loss_aggregation import sequence_mean_weights, token_mean_weights
+from drivetrain_launcher.algorithms.loss_aggregation import mean_over_step
 from drivetrain_launcher.algorithms.policy_loss import clipped_policy_loss, importance_weights, truncate_weights
 
 
@@ -69,7 +69,7 @@ class Grpo(Algorithm):
         options = self.config
         log_probs, entropy = outputs["log_probs"], outputs["entropy"]
         old_log_probs = batch.per_token.get("log_probs", log_probs.detach())
-        mean = self._mean_over_step(batch, groups)
+        mean = mean_over_step(batch, of_tokens=options.calculate_per_token_loss, cp_group=groups.cp)
 
         policy_log_ratio = _where_trained(log_probs - old_log_probs, batch)
         policy = clipped_policy_loss(
@@ -102,14 +102,6 @@ class Grpo(Algorithm):
             loss = loss + options.kl_loss_coef * metrics["kl_loss"]
         metrics["loss"] = loss
         return loss, {name: value.detach() for name, value in metrics.items()}
-
-    def _mean_over_step(self, batch: MicroBatch, groups: ProcessGroups) -> Callable[[Tensor], Tensor]:
-        """Return the function that takes values [T] to this micro-batch's part of their mean over the step."""
-        if self.config.calculate_per_token_loss:
-            weights = token_mean_weights(batch)
-        else:
-            weights = sequence_mean_weights(batch, cp_group=groups.cp)
-        return lambda values: (values * weights).sum()
 
 
 def _where_trained(log_ratio: Tensor, batch: MicroBatch) -> Tensor:

@@ -46,12 +46,9 @@ class GrpoConfig(OptionGroup):
 
 def validate(config: "DrivetrainConfig") -> list[str]:
     """Return what GRPO cannot work with, a sentence each."""
-    options = cast(GrpoConfig, config.algorithm_options)
-    found = []
-    if options.use_kl_loss and config.train.ref_load is None:
-        found.append("--use-kl-loss needs a reference; give --ref-load DIR")
-    if config.train.ref_load is not None and not options.use_kl_loss:
-        found.append("--ref-load acts only with --use-kl-loss; give both or neither")
+    found = reference_findings(config)
+    if config.rollout.reward == "none":
+        found.append("--reward none: --algorithm grpo learns from rewards alone; choose another")
     if config.train.opd_teacher_load is not None:
         found.append("--opd-teacher-load: --algorithm grpo uses no teacher; leave it out")
     if config.rollout.n_samples_per_prompt < 2:
@@ -65,6 +62,16 @@ def validate(config: "DrivetrainConfig") -> list[str]:
             "give a temperature above 0"
         )
     return found
+
+
+def reference_findings(config: "DrivetrainConfig") -> list[str]:
+    """Return what is wrong with the reference of the KL loss."""
+    with_kl_loss = cast(GrpoConfig, config.algorithm_options).use_kl_loss
+    if with_kl_loss and config.train.ref_load is None:
+        return ["--use-kl-loss needs a reference; give --ref-load DIR"]
+    if config.train.ref_load is not None and not with_kl_loss:
+        return ["--ref-load acts only with --use-kl-loss; give both or neither"]
+    return []
 
 
 SPEC = AlgorithmSpec(

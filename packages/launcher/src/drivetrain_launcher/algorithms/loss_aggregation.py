@@ -4,11 +4,27 @@ The weights of all micro-batches and ranks sum to 1, so a weighted sum of anythi
 mean. Knows nothing of what is averaged.
 """
 
+from collections.abc import Callable
+
 import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain_backend_api.batch import MicroBatch
 from drivetrain_backend_api.reductions import per_sequence_sum
+
+
+def mean_over_step(
+    batch: MicroBatch, *, of_tokens: bool, cp_group: dist.ProcessGroup | None
+) -> Callable[[Tensor], Tensor]:
+    """Return the function that takes values [T] to this micro-batch's part of their mean over the step.
+
+    Args:
+        batch: the micro-batch, laid out as this rank's tokens.
+        of_tokens: weigh by `token_mean_weights`; else by `sequence_mean_weights`.
+        cp_group: the ranks that hold other tokens of the same sequences.
+    """
+    weights = token_mean_weights(batch) if of_tokens else sequence_mean_weights(batch, cp_group=cp_group)
+    return lambda values: (values * weights).sum()
 
 
 def token_mean_weights(batch: MicroBatch) -> Tensor:

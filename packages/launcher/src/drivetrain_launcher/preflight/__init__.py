@@ -13,7 +13,7 @@ from drivetrain_launcher.arguments import unavailable
 from drivetrain_launcher.config import DrivetrainConfig
 from drivetrain_launcher.preflight.checkpoint import checkpoint_findings, find_load, trained_rollouts
 from drivetrain_launcher.preflight.folders import folder_findings, folder_notes, unwritable
-from drivetrain_launcher.preflight.machine import machine_findings
+from drivetrain_launcher.preflight.machine import frozen_notes, machine_findings
 from drivetrain_launcher.preflight.model_folder import check_model_folder, model_findings
 from drivetrain_launcher.preflight.prompts import check_lengths, check_vocabulary, prompt_file_findings
 from drivetrain_launcher.preflight.size import run_size
@@ -54,7 +54,7 @@ def preflight(config: DrivetrainConfig) -> list[str]:
         findings += folder_findings(config, size, loaded) + machine_findings(config, size)
     if findings:
         raise ConfigError("\n".join(dict.fromkeys(findings)))
-    return folder_notes(config, size, loaded)
+    return frozen_notes(config, size) + folder_notes(config, size, loaded)
 
 
 def _plugin_findings(config: DrivetrainConfig) -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from drivetrain_launcher.config import DrivetrainConfig
-from drivetrain_launcher.preflight.size import RunSize, gib
+from drivetrain_launcher.preflight.size import RunSize, gib, parameters
 
 PROCESS_BYTES = 256 * 1024**2
 """Memory that each process has for itself, at least: after `import torch, transformers` and a model class
@@ -84,11 +84,28 @@ def host_memory_need(size: RunSize, *, offloads_optimizer: bool) -> int:
         offloads_optimizer: the optimizer is on the host though there are GPUs.
     """
     processes = (size.ranks + size.engines) * PROCESS_BYTES
+    frozen = size.compute_bytes * size.frozen_parameters  # between uses, wherever they are used
     if size.gpus:
-        return processes + (OFFLOADED_BYTES * size.parameters if offloads_optimizer else 0)
+        return processes + frozen + (OFFLOADED_BYTES * size.parameters if offloads_optimizer else 0)
     trained = TRAINED_BYTES * size.parameters
-    copies = size.compute_bytes * (size.engines * size.parameters + size.frozen_parameters)
-    return processes + trained + copies
+    return processes + trained + frozen + size.compute_bytes * size.engines * size.parameters
+
+
+def frozen_notes(config: DrivetrainConfig, size: RunSize) -> list[str]:
+    """Return what reference and teacher take of the host's memory, in which they are kept between their uses."""
+    train, claimed = config.train, config.backend.capabilities
+    notes = []
+    for flag, folder, how in (
+        ("--ref-load", train.ref_load, claimed.reference),
+        ("--opd-teacher-load", train.opd_teacher_load, claimed.teacher),
+    ):
+        if folder is None:
+            continue
+        whole = size.compute_bytes * parameters(Path(folder))
+        # a tag is kept as the policy is laid out, and only the backend knows over how many ranks that cuts it
+        taken = gib(-(-whole // size.ranks)) if how == "model" else f"up to {gib(whole)}"
+        notes.append(f"{flag} {folder}: takes {taken} of host memory on {_each(size.ranks)}")
+    return notes
 
 
 def _memory_findings(config: DrivetrainConfig, size: RunSize) -> Iterator[str]:
@@ -115,6 +132,10 @@ def _memory_findings(config: DrivetrainConfig, size: RunSize) -> Iterator[str]:
 
 def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _each(ranks: int) -> str:
+    return f"each of {ranks} ranks" if ranks > 1 else "the only rank"
 
 
 def available_memory(root: Path = Path("/")) -> int | None:

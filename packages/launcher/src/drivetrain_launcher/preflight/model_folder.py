@@ -150,31 +150,40 @@ def _other_vocabulary(flag: str, folder: Path, policy: Path) -> Iterator[str]:
     Models of one tokenizer may differ in size, since vocabularies are padded to what hardware likes.
     """
     mine, theirs = config_number(policy, "vocab_size"), config_number(folder, "vocab_size")
-    if mine is None or theirs is None or mine == theirs:
+    if mine is None or theirs is None:
         return
-    if theirs < mine or _tokens_differ(policy, folder):
+    if theirs < mine:
         yield (
             f"{flag} {folder}: has a vocabulary of {theirs} tokens, and --hf-checkpoint {policy} has {mine}; give a "
             "model with the same tokenizer"
         )
+    elif (differing := _differing_token(policy, folder)) is not None:
+        number, my_token, their_token = differing
+        yield (
+            f"{flag} {folder}: its token {number} is {their_token!r}, and that of --hf-checkpoint {policy} is "
+            f"{my_token!r}; give a model with the same tokenizer"
+        )
 
 
-def _tokens_differ(one: Path, other: Path) -> bool:
-    """Say whether an id stands for different tokens in two folders; not where that cannot be told.
+def _differing_token(one: Path, other: Path) -> tuple[int, str, str] | None:
+    """Return the first id that stands for different tokens in two folders; None where that cannot be told.
 
-    Special tokens are left out: they lie beside the vocabulary, where a fine-tuned model may rename them.
+    Special tokens are left out: a fine-tuned model may rename them.
     """
     mine, theirs = _tokens(one), _tokens(other)
-    return any(theirs.get(number, token) != token for number, token in mine.items())
+    shared = sorted(mine.keys() & theirs.keys())
+    return next(((number, mine[number], theirs[number]) for number in shared if mine[number] != theirs[number]), None)
 
 
 def _tokens(folder: Path) -> dict[int, str]:
     """Return the vocabulary of a `tokenizer.json` by id; empty where there is none, or of another form."""
     try:
-        vocabulary = _read_table(folder / "tokenizer.json")["model"]["vocab"]
+        table = _read_table(folder / "tokenizer.json")
+        special = {one["id"] for one in table.get("added_tokens") or ()}
+        vocabulary = table["model"]["vocab"]
         if isinstance(vocabulary, list):  # of Unigram: [token, score] in the order of ids
-            return {number: token for number, (token, _) in enumerate(vocabulary)}
-        return {number: token for token, number in vocabulary.items()}
+            vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+        return {number: token for token, number in vocabulary.items() if number not in special}
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}
 

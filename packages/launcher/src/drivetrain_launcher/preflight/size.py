@@ -39,8 +39,8 @@ def run_size(config: DrivetrainConfig) -> RunSize:
         ranks=placement.train_world_size,
         engines=placement.num_engines if generates else 0,
         gpus=gpus,
-        parameters=_parameters(Path(train.hf_checkpoint)),
-        frozen_parameters=sum(map(_parameters, frozen)),
+        parameters=parameters(Path(train.hf_checkpoint)),
+        frozen_parameters=sum(map(parameters, frozen)),
         compute_bytes=4 if fp32 else 2,
     )
 
@@ -53,7 +53,8 @@ def gib(size: int) -> str:
     return f"{size} bytes"
 
 
-def _parameters(folder: Path) -> int:
+def parameters(folder: Path) -> int:
+    """Count the parameters in a model folder; 0 where its weights cannot be read."""
     try:
         return count_parameters(folder)
     except ValueError:  # found where the folder is checked
