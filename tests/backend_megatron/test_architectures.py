@@ -127,7 +127,7 @@ def test_a_model_whose_blocks_are_all_dense_has_no_experts(tmp_path: Path) -> No
 def test_the_old_spelling_of_rope_means_what_it_means_to_transformers(old: dict[str, Any], tmp_path: Path) -> None:
     table = table_of(LlamaConfig(**SIZES), tmp_path, rope_parameters=None, **old)
     (tmp_path / "config.json").write_text(json.dumps(table))
-    meant = dict(LlamaConfig.from_pretrained(tmp_path).rope_parameters)
+    meant: dict[str, Any] = LlamaConfig.from_pretrained(tmp_path).to_dict()["rope_parameters"]
     meant.pop("type", None)  # transformers keeps the old key beside the new one
     assert read_shape(tmp_path).rope == meant
 
