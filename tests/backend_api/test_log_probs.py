@@ -1,15 +1,26 @@
-"""Chunked label log-probs and entropy against torch's log_softmax over full logits, gradients included."""
+"""Chunked label log-probs and entropy against torch's log_softmax over full logits, gradients included.
+
+Run as a script, this file is one rank of a gloo group over which the vocabulary is cut.
+"""
 
 import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drivetrain_backend_api.log_probs import Head, LabelLogProbs, label_log_probs
+from drivetrain_backend_api.errors import DrivetrainError
+from drivetrain_backend_api.log_probs import Head, LabelLogProbs, VocabShard, label_log_probs
 
 TOKENS, HIDDEN, VOCABULARY = 13, 6, 17
 
@@ -152,14 +163,16 @@ def test_a_second_derivative_is_refused_instead_of_wrong() -> None:
 
 
 class LargestTensor(TorchDispatchMode):
-    """Sees every operator that runs, also in backward, and remembers the largest tensor that one returned."""
+    """Sees every operator that runs, also in backward: the largest tensor that one returned, and all-reduces."""
 
     def __init__(self) -> None:
         super().__init__()
         self.numel = 0
+        self.all_reduces = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
+        self.all_reduces += "allreduce" in str(function)
         for one in torch.utils._pytree.tree_leaves(result):
             if isinstance(one, Tensor):
                 self.numel = max(self.numel, one.numel())
@@ -192,3 +205,227 @@ def test_no_tokens_give_no_log_probs_and_zero_gradients() -> None:
     assert result.log_probs.shape == (0,)
     assert weight.grad is not None
     assert not weight.grad.any()
+
+
+# -- a vocabulary that is cut over ranks -------------------------------------------------------------------------------
+
+VOCAB_SIZE = 67
+PADDED = {1: [67, 80], 2: [68, 80, 136], 4: [68, 80, 92]}
+"""Rows by number of ranks: hardly any padding, much of it, and (for several ranks) a last rank of nothing else."""
+CUT_TOKENS, CUT_HIDDEN = 23, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """One problem that all ranks solve together."""
+
+    padded: int
+    dtype: torch.dtype = torch.float64
+    with_entropy: bool = True
+    bias: bool = True
+    ruled_out: bool = False
+    scale: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
+    chunk_size: int = 5
+    tokens: int = CUT_TOKENS
+
+
+def cuts(size: int) -> dict[str, Cut]:
+    cases = {}
+    for padded, dtype in product(PADDED[size], [torch.float32, torch.float64]):
+        kind = f"{padded} rows {str(dtype).removeprefix('torch.')}"
+        cases |= {
+            f"{kind}": Cut(padded=padded, dtype=dtype),
+            f"{kind} plain": Cut(padded=padded, dtype=dtype, bias=False, with_entropy=False, chunk_size=CUT_TOKENS),
+            f"{kind} hot": Cut(padded=padded, dtype=dtype, temperature=1.7, chunk_size=1000),
+            f"{kind} capped": Cut(padded=padded, dtype=dtype, temperature=0.6, scale=0.5, softcap=4.0, chunk_size=1),
+            f"{kind} ruled out": Cut(padded=padded, dtype=dtype, ruled_out=True),
+            f"{kind} no tokens": Cut(padded=padded, dtype=dtype, tokens=0),
+        }
+    return cases
+
+
+def cut_inputs(cut: Cut) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Hidden states, whole weight and bias with padding that would win every softmax, and labels at all borders."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(cut.tokens, CUT_HIDDEN, generator=generator, dtype=torch.float64)
+    weight = torch.randn(cut.padded, CUT_HIDDEN, generator=generator, dtype=torch.float64)
+    bias = torch.randn(cut.padded, generator=generator, dtype=torch.float64)
+    weight[VOCAB_SIZE:] *= 50
+    bias[VOCAB_SIZE:] = 1000
+    borders = [0, VOCAB_SIZE - 1, 16, 17, 19, 20, 22, 23, 33, 34, 39, 40, 45, 46, 50, 51, 59, 60]
+    labels = torch.cat([torch.tensor(borders), torch.randint(VOCAB_SIZE, (CUT_TOKENS,), generator=generator)])
+    labels = labels[: cut.tokens]
+    if cut.ruled_out:  # all that the ranks but the first hold
+        bias[9:VOCAB_SIZE] = -math.inf
+        labels = labels % 9
+    return hidden.to(cut.dtype), weight.to(cut.dtype), bias.to(cut.dtype) if cut.bias else None, labels
+
+
+def solve(cut: Cut, hidden: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabShard | None) -> dict[str, Tensor]:
+    """Values, and the gradients of one loss of them that every rank computes alike."""
+    leaves = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
+    leaves = {name: one.clone().requires_grad_() for name, one in leaves.items()}
+    result = label_log_probs(
+        leaves["hidden"],
+        Head(weight=leaves["weight"], bias=leaves.get("bias"), scale=cut.scale, softcap=cut.softcap),
+        cut_inputs(cut)[3],
+        temperature=cut.temperature,
+        chunk_size=cut.chunk_size,
+        with_entropy=cut.with_entropy,
+        shard=shard,
+    )
+    weights = torch.linspace(-1, 2, cut.tokens, dtype=cut.dtype)
+    objective = (result.log_probs * weights).sum()
+    found = {"log_probs": result.log_probs.detach()}
+    if result.entropy is not None:
+        objective = objective + (result.entropy * weights.flip(0)).sum()
+        found["entropy"] = result.entropy.detach()
+    gradients = torch.autograd.grad(objective, list(leaves.values()))
+    return found | {f"gradient of {name}": one for name, one in zip(leaves, gradients, strict=True)}
+
+
+def solve_cut(cut: Cut, shard: VocabShard) -> dict[str, Tensor]:
+    hidden, weight, bias, _ = cut_inputs(cut)
+    mine = slice(shard.rank * cut.padded // shard.size, (shard.rank + 1) * cut.padded // shard.size)
+    return solve(cut, hidden, weight[mine], None if bias is None else bias[mine], shard)
+
+
+def solve_whole(cut: Cut) -> dict[str, Tensor]:
+    hidden, weight, bias, _ = cut_inputs(cut)
+    return solve(cut, hidden, weight[:VOCAB_SIZE], None if bias is None else bias[:VOCAB_SIZE], None)
+
+
+def costs(shard: VocabShard) -> dict[str, int]:
+    """What 64 tokens in chunks of 8 take of a head of 4 x 64 rows on each rank."""
+    hidden = torch.randn(64, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    weight = torch.randn(256, 4, generator=torch.Generator().manual_seed(1 + shard.rank)).requires_grad_()
+    with LargestTensor() as forward:
+        result = label_log_probs(
+            hidden, Head(weight=weight), torch.arange(64), chunk_size=8, with_entropy=True, shard=shard
+        )
+    assert result.entropy is not None
+    with LargestTensor() as backward:
+        (result.log_probs + result.entropy).sum().backward()
+    return {
+        "largest": max(forward.numel, backward.numel),
+        "forward": forward.all_reduces,
+        "backward": backward.all_reduces,
+    }
+
+
+def one_of_several_ranks(rank: int, size: int, store: str, result: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    shard = VocabShard(group=dist.group.WORLD, rank=rank, size=size, vocab_size=VOCAB_SIZE)
+    found = {
+        "cuts": {name: solve_cut(cut, shard) for name, cut in cuts(size).items()},
+        "costs": costs(VocabShard(group=dist.group.WORLD, rank=rank, size=size, vocab_size=size * 256)),
+    }
+    if size > 1:
+        head, labels = Head(weight=torch.ones(68 // size, 2)), torch.tensor([0, VOCAB_SIZE, -100])
+        found["unknown"] = label_log_probs(torch.ones(3, 2), head, labels, shard=shard).log_probs
+    torch.save(found, result)
+    dist.destroy_process_group()
+
+
+def launched(size: int, folder: Path) -> list[dict[str, Any]]:
+    """Run all ranks to their end; a hang ends at the deadline."""
+    processes = []
+    for rank in range(size):
+        with (folder / f"{rank}.log").open("wb") as log:
+            command = [
+                sys.executable,
+                __file__,
+                str(rank),
+                str(size),
+                str(folder / "store"),
+                str(folder / f"{rank}.pt"),
+            ]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+    try:
+        for rank, process in enumerate(processes):
+            assert process.wait(timeout=120) == 0, (folder / f"{rank}.log").read_text()
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """What each rank found, by number of ranks; launched once for all tests below."""
+    return {size: launched(size, tmp_path_factory.mktemp(f"{size}_ranks")) for size in PADDED}
+
+
+CUT_CASES = [(size, name) for size in PADDED for name in cuts(size)]
+CUT_IDS = [f"{size}-{name.replace(' ', '-')}" for size, name in CUT_CASES]
+
+
+@pytest.mark.parametrize(("size", "name"), CUT_CASES, ids=CUT_IDS)
+def test_a_cut_vocabulary_gives_what_a_whole_one_gives(
+    ranks: dict[int, list[dict[str, Any]]], size: int, name: str
+) -> None:
+    cut = cuts(size)[name]
+    expected = solve_whole(cut)
+    found = [rank["cuts"][name] for rank in ranks[size]]
+    tolerance = TOLERANCE[cut.dtype]
+    for kind in {"log_probs", "entropy"} & set(expected):
+        for one in found:
+            assert torch.equal(one[kind], found[0][kind]), f"{kind} differ between ranks"
+        torch.testing.assert_close(found[0][kind], expected[kind], **tolerance)
+    torch.testing.assert_close(
+        torch.stack([one["gradient of hidden"] for one in found]).sum(0), expected["gradient of hidden"], **tolerance
+    )
+    for kind in {"gradient of weight", "gradient of bias"} & set(expected):
+        whole = torch.cat([one[kind] for one in found])
+        assert len(whole) == cut.padded
+        torch.testing.assert_close(whole[:VOCAB_SIZE], expected[kind], **tolerance)
+        assert not whole[VOCAB_SIZE:].any(), f"padding has a {kind}"
+
+
+@pytest.mark.parametrize("size", list(PADDED))
+def test_a_cut_vocabulary_takes_two_all_reduces_a_chunk_and_no_more_memory(
+    ranks: dict[int, list[dict[str, Any]]], size: int
+) -> None:
+    for rank in ranks[size]:
+        assert rank["costs"]["forward"] == (2 * 64 // 8 if size > 1 else 0)
+        assert rank["costs"]["backward"] == 0
+        assert rank["costs"]["largest"] <= 8 * 256
+
+
+@pytest.mark.parametrize("size", [one for one in PADDED if one > 1])
+def test_a_label_that_is_no_token_has_no_log_prob(ranks: dict[int, list[dict[str, Any]]], size: int) -> None:
+    for rank in ranks[size]:
+        assert rank["unknown"].isnan().tolist() == [False, True, True]
+
+
+def test_padding_of_a_single_rank_needs_no_group_and_gives_the_bits_of_a_head_without_it() -> None:
+    cut = Cut(padded=80)
+    found = solve_cut(cut, VocabShard(group=None, rank=0, size=1, vocab_size=VOCAB_SIZE))
+    for kind, expected in solve_whole(cut).items():
+        of_tokens = found[kind] if kind == "gradient of hidden" else found[kind][:VOCAB_SIZE]
+        assert torch.equal(of_tokens, expected), kind
+    assert not found["gradient of weight"][VOCAB_SIZE:].any()
+
+
+def test_a_cut_without_a_group_is_refused() -> None:
+    with pytest.raises(DrivetrainError, match="cut over 2 ranks needs their process group"):
+        VocabShard(group=None, rank=0, size=2, vocab_size=VOCAB_SIZE)
+
+
+def test_fewer_rows_than_tokens_are_refused() -> None:
+    shard = VocabShard(group=None, rank=0, size=1, vocab_size=VOCAB_SIZE)
+    with pytest.raises(DrivetrainError, match="1 x 66 rows of the head cannot hold a vocabulary of 67"):
+        label_log_probs(
+            torch.ones(1, 2), Head(weight=torch.ones(66, 2)), torch.zeros(1, dtype=torch.int64), shard=shard
+        )
+
+
+if __name__ == "__main__":
+    one_of_several_ranks(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

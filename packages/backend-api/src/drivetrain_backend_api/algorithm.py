@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from drivetrain_backend_api.batch import MicroBatch, RolloutBatch
-from drivetrain_backend_api.log_probs import Head, LabelLogProbs, label_log_probs
+from drivetrain_backend_api.log_probs import Head, LabelLogProbs, VocabShard, label_log_probs
 from drivetrain_backend_api.packing import RolloutShard
 from drivetrain_backend_api.parallel import ProcessGroups
 
@@ -33,10 +33,11 @@ class HiddenOutput(ModelOutput):
 
     Attributes:
         hidden: [T, H].
-        head: whole, not cut over ranks.
+        head: whole, or this rank's rows of it where `shard` says which.
         labels: int64 [T].
         temperature: divides the logits.
         chunk_size: tokens whose logits exist at one time.
+        shard: how the vocabulary is cut over ranks; then what flows back into `hidden` is this rank's part.
     """
 
     hidden: Tensor
@@ -44,6 +45,7 @@ class HiddenOutput(ModelOutput):
     labels: Tensor
     temperature: float
     chunk_size: int
+    shard: VocabShard | None = None
 
     def label_log_probs(self, *, with_entropy: bool = False) -> LabelLogProbs:
         """See `ModelOutput.label_log_probs`."""
@@ -54,6 +56,7 @@ class HiddenOutput(ModelOutput):
             temperature=self.temperature,
             chunk_size=self.chunk_size,
             with_entropy=with_entropy,
+            shard=self.shard,
         )
 
 

@@ -161,7 +161,7 @@ def _per_sequence(query: Tensor, key: Tensor, value: Tensor, packed: PackedSeque
 
 def _side_by_side(tokens: Tensor, places: Tensor) -> Tensor:
     """Gather [T, heads, size] by places [N, L] into [N, heads, L, size]."""
-    # index_select, whose backward adds rows, is many times faster than indexing, whose backward sorts them; heads first,
-    # because the CPU's half-precision backward takes half as long again on rows that lie a whole token apart
+    # index_select, whose backward adds rows, is many times faster than indexing, whose backward sorts them
+    # heads first: a CPU's half-precision backward takes half as long again on rows that lie a whole token apart
     rows = tokens.transpose(0, 1).index_select(1, places.flatten())
     return rows.view(len(rows), *places.shape, -1).transpose(0, 1)
