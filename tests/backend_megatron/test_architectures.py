@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from drivetrain_backend_api.errors import DataError, UnsupportedModelError
 from drivetrain_backend_megatron.architectures import ModelShape, differences, read_shape
-from drivetrain_backend_megatron.checks import layout_findings, validate
+from drivetrain_backend_megatron.checks import layout_findings, model_findings, validate
 from drivetrain_backend_megatron.config import MegatronConfig
+from drivetrain_infra.config import PlacementConfig
 
 SIZES: dict[str, Any] = {
     "vocab_size": 67,
@@ -311,18 +313,18 @@ def model_folder(folder: Path, config: PretrainedConfig) -> str:
 def test_a_teacher_of_another_shape_is_refused_with_the_way_out(tmp_path: Path) -> None:
     model = model_folder(tmp_path / "model", LlamaConfig(**SIZES))
     larger = model_folder(tmp_path / "larger", LlamaConfig(**SIZES | {"num_hidden_layers": 6}))
-    (finding,) = validate(MegatronConfig(hf_checkpoint=model, opd_teacher_load=larger))
+    (finding,) = model_findings(MegatronConfig(hf_checkpoint=model, opd_teacher_load=larger))
     assert f"--opd-teacher-load {larger}: another model than --hf-checkpoint (num_layers 6, not 4)" in finding
     assert "--train-backend fsdp, which keeps it as a separate model" in finding
-    assert validate(MegatronConfig(hf_checkpoint=larger, opd_teacher_load=larger)) == []
-    assert "--ref-load" in validate(MegatronConfig(hf_checkpoint=model, ref_load=larger))[0]
-    assert "give one of this model" in validate(MegatronConfig(hf_checkpoint=model, load=larger))[0]
+    assert model_findings(MegatronConfig(hf_checkpoint=larger, opd_teacher_load=larger)) == []
+    assert "--ref-load" in model_findings(MegatronConfig(hf_checkpoint=model, ref_load=larger))[0]
+    assert "give one of this model" in model_findings(MegatronConfig(hf_checkpoint=model, load=larger))[0]
 
 
 def test_a_longer_context_alone_makes_no_other_model(tmp_path: Path) -> None:
     model = model_folder(tmp_path / "model", LlamaConfig(**SIZES))
     longer = model_folder(tmp_path / "longer", LlamaConfig(**SIZES | {"max_position_embeddings": 4096}))
-    assert validate(MegatronConfig(hf_checkpoint=model, ref_load=longer)) == []
+    assert model_findings(MegatronConfig(hf_checkpoint=model, ref_load=longer)) == []
 
 
 def test_another_rotary_base_makes_another_model(llama: ModelShape) -> None:
@@ -333,23 +335,32 @@ def test_another_rotary_base_makes_another_model(llama: ModelShape) -> None:
 def test_a_reference_that_is_no_hugging_face_folder_is_passed_over(tmp_path: Path) -> None:
     model = model_folder(tmp_path / "model", LlamaConfig(**SIZES))
     (tmp_path / "iter_0000001").mkdir()
-    assert validate(MegatronConfig(hf_checkpoint=model, ref_load=str(tmp_path / "iter_0000001"))) == []
+    assert model_findings(MegatronConfig(hf_checkpoint=model, ref_load=str(tmp_path / "iter_0000001"))) == []
 
 
 def test_a_refused_model_is_named_with_its_flag(tmp_path: Path) -> None:
     model = model_folder(tmp_path / "model", LlamaConfig(mlp_bias=True, **SIZES))
-    (finding,) = validate(MegatronConfig(hf_checkpoint=model))
+    (finding,) = model_findings(MegatronConfig(hf_checkpoint=model))
     assert finding.startswith(f"--hf-checkpoint {model}/config.json: mlp_bias is not supported")
 
 
 def test_layout_and_ranks_are_checked_against_the_model_folder(tmp_path: Path) -> None:
     model = model_folder(tmp_path / "model", LlamaConfig(**SIZES))
     config = MegatronConfig(hf_checkpoint=model, pipeline_model_parallel_size=3)
-    assert len(validate(config)) == 1
-    assert len(validate(config, world_size=4)) == 2
+    assert len(model_findings(config)) == 1
+    assert len(model_findings(config, world_size=4)) == 2
+
+
+def test_a_whole_configuration_is_checked_with_the_workers_that_it_places(tmp_path: Path) -> None:
+    model = model_folder(tmp_path / "model", LlamaConfig(**SIZES))
+    train = MegatronConfig(hf_checkpoint=model, tensor_model_parallel_size=2)
+    placement = PlacementConfig(actor_num_nodes=2, actor_num_gpus_per_node=3)
+    assert validate(SimpleNamespace(train=train, placement=placement)) == []
+    placement = PlacementConfig(actor_num_nodes=1, actor_num_gpus_per_node=3)
+    assert "3 train workers" in validate(SimpleNamespace(train=train, placement=placement))[0]
 
 
 def test_the_ranks_are_checked_even_where_the_model_cannot_be_read(tmp_path: Path) -> None:
     config = MegatronConfig(hf_checkpoint=str(tmp_path), pipeline_model_parallel_size=3)
-    assert validate(config) == []
-    assert len(validate(config, world_size=4)) == 1
+    assert model_findings(config) == []
+    assert len(model_findings(config, world_size=4)) == 1

@@ -74,11 +74,6 @@ def test_layers_a_chunk_give_the_chunks_of_a_stage(layers_a_chunk: int | None, c
     assert config.model_chunks(8) == chunks
 
 
-def test_full_recompute_alone_means_each_layer_by_itself() -> None:
-    assert MegatronConfig(hf_checkpoint="m", recompute_granularity="full").full_recompute == ("uniform", 1)
-    assert MegatronConfig(hf_checkpoint="m", recompute_granularity="selective").full_recompute is None
-
-
 def test_a_replica_spans_tensor_pipeline_and_context_ranks() -> None:
     config = MegatronConfig(
         hf_checkpoint="m",

@@ -4,6 +4,7 @@ Reads `config.json` files and nothing else of a model; never imports torch, tran
 """
 
 from pathlib import Path
+from typing import Any
 
 from drivetrain_backend_api.errors import DataError, UnsupportedModelError
 from drivetrain_backend_megatron.architectures import ModelShape, differences, read_shape, read_table, shape_of
@@ -16,8 +17,17 @@ _CP = "--context-parallel-size"
 _EP = "--expert-model-parallel-size"
 
 
-def validate(config: MegatronConfig, *, world_size: int | None = None) -> list[str]:
-    """Return one sentence for each thing that cannot work with the model folders of a configuration.
+def validate(config: Any) -> list[str]:
+    """Return one sentence for each thing that cannot work with a whole resolved configuration.
+
+    Args:
+        config: its `train` is a `MegatronConfig`, its `placement` knows the number of train workers.
+    """
+    return model_findings(config.train, world_size=config.placement.train_world_size)
+
+
+def model_findings(config: MegatronConfig, *, world_size: int | None = None) -> list[str]:
+    """Return one sentence for each thing that cannot work with the model folders that are given.
 
     A folder without a readable `config.json` is passed over: whoever starts the run says that, and `read_shape` does.
 
@@ -25,12 +35,13 @@ def validate(config: MegatronConfig, *, world_size: int | None = None) -> list[s
         config: of the train workers.
         world_size: how many of them there are, None where that is not known yet.
     """
+    path = Path(config.hf_checkpoint)
     try:
-        table = read_table(Path(config.hf_checkpoint))
+        table = read_table(path)
     except DataError:
         return _world_findings(config, world_size)
     try:
-        shape = shape_of(table, Path(config.hf_checkpoint) / "config.json")
+        shape = shape_of(table, path / "config.json")
     except (DataError, UnsupportedModelError) as error:
         return [f"--hf-checkpoint {error}"]
     return layout_findings(shape, config, world_size=world_size) + same_shape_findings(shape, config)

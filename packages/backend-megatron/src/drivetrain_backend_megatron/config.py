@@ -103,13 +103,6 @@ class MegatronConfig(TrainConfig):
             return 1
         return num_layers // self.pipeline_model_parallel_size // self.num_layers_per_virtual_pipeline_stage
 
-    @property
-    def full_recompute(self) -> tuple[str, int] | None:
-        """Method and number of layers of full recompute, None without it."""
-        if self.recompute_granularity != "full":
-            return None
-        return self.recompute_method or "uniform", self.recompute_num_layers or 1
-
     def findings(self) -> list[str]:
         """Return what cannot work together."""
         found = super().findings()

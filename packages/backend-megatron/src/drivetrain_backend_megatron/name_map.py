@@ -152,26 +152,19 @@ def _exists(shape: ModelShape, layer: int | None, expert: int | None) -> bool:
 # -- who holds what ----------------------------------------------------------------------------------------------------
 
 
-def first_layer(shape: ModelShape, *, pp_size: int, pp_rank: int, chunks: int = 1, chunk: int = 0) -> int:
-    """Return the global index of the first layer of a stage's model chunk.
+def stage_of(place: Place, shape: ModelShape, *, pp_size: int, chunks: int = 1) -> int:
+    """Return the pipeline stage that owns a parameter.
 
     Args:
-        chunks: model chunks a stage, 1 for a plain pipeline.
-        chunk: which of them. A pipeline passes chunk 0 of all stages, then chunk 1 of all stages, and so on.
+        place: of the parameter.
+        shape: of the model.
+        pp_size: pipeline stages.
+        chunks: model chunks a stage, 1 for a plain pipeline. An interleaved one passes the first chunk of all stages,
+            then the second of all stages, and so on.
     """
-    return (chunk * pp_size + pp_rank) * (shape.num_layers // (pp_size * chunks))
-
-
-def stage_of(place: Place, shape: ModelShape, *, pp_size: int, chunks: int = 1) -> int:
-    """Return the pipeline stage that owns a parameter."""
     if place.layer is None:
         return 0 if place.name == EMBEDDING else pp_size - 1
     return place.layer // (shape.num_layers // (pp_size * chunks)) % pp_size
-
-
-def first_expert(shape: ModelShape, *, ep_size: int, ep_rank: int) -> int:
-    """Return the global index of the first expert of an expert-parallel rank, 0 for a dense model."""
-    return ep_rank * (shape.experts.num_experts // ep_size) if shape.experts else 0
 
 
 def expert_rank(place: Place, shape: ModelShape, *, ep_size: int) -> int | None:
@@ -251,14 +244,3 @@ def to_hf(shards: Sequence[Tensor], rule: Rule, shape: ModelShape) -> list[Tenso
         grouped = whole.reshape(shape.num_query_groups, -1, *whole.shape[1:])
         return [one.flatten(0, 1) for one in torch.split(grouped, rows, dim=1)]
     return [whole[: shape.vocab_size] if rule.vocab else whole]
-
-
-def local_shape(place: Place, *, tp_size: int, padded_vocab: int) -> tuple[int, ...]:
-    """Return the shape of a parameter on one tensor-parallel rank."""
-    rule = place.rule
-    first = place.hf[0][1]
-    along_rows = padded_vocab if rule.vocab else sum(size[0] for _, size in place.hf)
-    whole = [along_rows, *first[1:]]
-    if rule.split_dim is not None:
-        whole[rule.split_dim] //= tp_size
-    return tuple(whole)
