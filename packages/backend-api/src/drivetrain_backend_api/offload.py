@@ -42,7 +42,7 @@ class HostCopies:
                 self._buffers[name] = buffer
             buffer.copy_(flat, non_blocking=True)
             self._away[name] = (storage, storage.nbytes())
-        _wait()
+        wait_for_copies()
         for storage, _ in self._away.values():
             storage.resize_(0)
 
@@ -51,7 +51,7 @@ class HostCopies:
         for name, (storage, nbytes) in self._away.items():
             storage.resize_(nbytes)
             _bytes_of(storage, storage.device).copy_(self._buffers[name], non_blocking=True)
-        _wait()
+        wait_for_copies()
         self._away.clear()
 
     def drop_buffers(self) -> None:
@@ -69,6 +69,7 @@ def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
-def _wait() -> None:
+def wait_for_copies() -> None:
+    """Wait until copies between device and pinned host memory have ended."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -186,7 +186,7 @@ class RebuildableGroups:
             raise IllegalStateError("another RebuildableGroups is installed in this process; close() it first")
         if self._state is not _State.NEW:
             raise IllegalStateError(f"install() is illegal while the groups are {self._state.value}; make a new one")
-        if dist.is_initialized():  # type: ignore[no-untyped-call]
+        if dist.is_initialized():
             raise IllegalStateError("install() needs a process without process groups; destroy them first")
         self._originals = _Originals()
         c10d._new_process_group_helper = self._helper_patch(self._originals.new_process_group_helper)
@@ -308,7 +308,7 @@ class RebuildableGroups:
             DrivetrainError: a rank did not come; the groups are as they were.
         """
         self._require(_State.AWAKE, "destroy")
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
         self._barrier("destroy", timeout)
         with self._breaks("destroy"):
@@ -352,7 +352,7 @@ class RebuildableGroups:
         if self._state is _State.CLOSED:
             return
         met = self._state in (_State.AWAKE, _State.ASLEEP)
-        if self._state is not _State.NEW and dist.is_initialized():  # type: ignore[no-untyped-call]
+        if self._state is not _State.NEW and dist.is_initialized():
             self._tear_down()
             if sys.excepthook is getattr(self, "_torch_excepthook", None):
                 sys.excepthook = self._excepthook
