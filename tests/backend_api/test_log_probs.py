@@ -1,16 +1,14 @@
 """Chunked label log-probs and entropy against torch's log_softmax over full logits, gradients included.
 
-Run as a script, this file is one rank of a gloo group over which the vocabulary is cut.
+Run as a script, this file is one rank of the gloo groups over which a vocabulary is cut.
 """
 
 import math
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from drivetrain_backend_api.algorithm import HiddenOutput
 from drivetrain_backend_api.errors import DrivetrainError
 from drivetrain_backend_api.log_probs import Head, LabelLogProbs, VocabShard, label_log_probs
 
@@ -233,15 +232,15 @@ class Cut:
 
 def cuts(size: int) -> dict[str, Cut]:
     cases = {}
-    for padded, dtype in product(PADDED[size], [torch.float32, torch.float64]):
-        kind = f"{padded} rows {str(dtype).removeprefix('torch.')}"
+    for padded in PADDED[size]:
         cases |= {
-            f"{kind}": Cut(padded=padded, dtype=dtype),
-            f"{kind} plain": Cut(padded=padded, dtype=dtype, bias=False, with_entropy=False, chunk_size=CUT_TOKENS),
-            f"{kind} hot": Cut(padded=padded, dtype=dtype, temperature=1.7, chunk_size=1000),
-            f"{kind} capped": Cut(padded=padded, dtype=dtype, temperature=0.6, scale=0.5, softcap=4.0, chunk_size=1),
-            f"{kind} ruled out": Cut(padded=padded, dtype=dtype, ruled_out=True),
-            f"{kind} no tokens": Cut(padded=padded, dtype=dtype, tokens=0),
+            f"{padded} rows": Cut(padded=padded),
+            f"{padded} rows fp32": Cut(padded=padded, dtype=torch.float32),
+            f"{padded} rows log-probs alone": Cut(padded=padded, bias=False, with_entropy=False, chunk_size=CUT_TOKENS),
+            f"{padded} rows hot": Cut(padded=padded, temperature=1.7, chunk_size=1000),
+            f"{padded} rows capped": Cut(padded=padded, temperature=0.6, scale=0.5, softcap=4.0, chunk_size=7),
+            f"{padded} rows ruled out": Cut(padded=padded, ruled_out=True, chunk_size=8),
+            f"{padded} rows no tokens": Cut(padded=padded, tokens=0),
         }
     return cases
 
@@ -315,52 +314,48 @@ def costs(shard: VocabShard) -> dict[str, int]:
     }
 
 
-def one_of_several_ranks(rank: int, size: int, store: str, result: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
-    )
-    shard = VocabShard(group=dist.group.WORLD, rank=rank, size=size, vocab_size=VOCAB_SIZE)
-    found = {
-        "cuts": {name: solve_cut(cut, shard) for name, cut in cuts(size).items()},
-        "costs": costs(VocabShard(group=dist.group.WORLD, rank=rank, size=size, vocab_size=size * 256)),
+def found_by(shard: VocabShard) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "cuts": {name: solve_cut(cut, shard) for name, cut in cuts(shard.size).items()},
+        "costs": costs(replace(shard, vocab_size=shard.size * 256)),
     }
-    if size > 1:
-        head, labels = Head(weight=torch.ones(68 // size, 2)), torch.tensor([0, VOCAB_SIZE, -100])
+    if shard.size > 1:
+        head, labels = Head(weight=torch.ones(68 // shard.size, 2)), torch.tensor([0, VOCAB_SIZE, -100])
         found["unknown"] = label_log_probs(torch.ones(3, 2), head, labels, shard=shard).log_probs
+    return found
+
+
+def one_of_four_ranks(rank: int, store: str, result: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
+    found = {}
+    for size in PADDED:
+        group = dist.new_group(list(range(size)))
+        if rank < size:
+            found[size] = found_by(VocabShard(group=group, rank=rank, size=size, vocab_size=VOCAB_SIZE))
     torch.save(found, result)
     dist.destroy_process_group()
 
 
-def launched(size: int, folder: Path) -> list[dict[str, Any]]:
-    """Run all ranks to their end; a hang ends at the deadline."""
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """What each rank found, by size of the group; launched once for all tests, and a hang ends at the deadline."""
+    folder = tmp_path_factory.mktemp("four_ranks")
     processes = []
-    for rank in range(size):
+    for rank in range(4):
         with (folder / f"{rank}.log").open("wb") as log:
-            command = [
-                sys.executable,
-                __file__,
-                str(rank),
-                str(size),
-                str(folder / "store"),
-                str(folder / f"{rank}.pt"),
-            ]
+            command = [sys.executable, __file__, str(rank), str(folder / "store"), str(folder / f"{rank}.pt")]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
     try:
         for rank, process in enumerate(processes):
-            assert process.wait(timeout=120) == 0, (folder / f"{rank}.log").read_text()
+            assert process.wait(timeout=300) == 0, (folder / f"{rank}.log").read_text()
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    """What each rank found, by number of ranks; launched once for all tests below."""
-    return {size: launched(size, tmp_path_factory.mktemp(f"{size}_ranks")) for size in PADDED}
+    found = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(4)]
+    return {size: [one[size] for one in found[:size]] for size in PADDED}
 
 
 CUT_CASES = [(size, name) for size in PADDED for name in cuts(size)]
@@ -414,6 +409,17 @@ def test_padding_of_a_single_rank_needs_no_group_and_gives_the_bits_of_a_head_wi
     assert not found["gradient of weight"][VOCAB_SIZE:].any()
 
 
+def test_a_hidden_output_hands_its_shard_on() -> None:
+    cut = Cut(padded=80)
+    hidden, weight, _, labels = cut_inputs(cut)
+    shard = VocabShard(group=None, rank=0, size=1, vocab_size=VOCAB_SIZE)
+    found = HiddenOutput(
+        hidden=hidden, head=Head(weight=weight), labels=labels, temperature=0.9, chunk_size=5, shard=shard
+    ).label_log_probs()
+    expected = label_log_probs(hidden, Head(weight=weight[:VOCAB_SIZE]), labels, temperature=0.9, chunk_size=5)
+    assert torch.equal(found.log_probs, expected.log_probs)
+
+
 def test_a_cut_without_a_group_is_refused() -> None:
     with pytest.raises(DrivetrainError, match="cut over 2 ranks needs their process group"):
         VocabShard(group=None, rank=0, size=2, vocab_size=VOCAB_SIZE)
@@ -422,10 +428,8 @@ def test_a_cut_without_a_group_is_refused() -> None:
 def test_fewer_rows_than_tokens_are_refused() -> None:
     shard = VocabShard(group=None, rank=0, size=1, vocab_size=VOCAB_SIZE)
     with pytest.raises(DrivetrainError, match="1 x 66 rows of the head cannot hold a vocabulary of 67"):
-        label_log_probs(
-            torch.ones(1, 2), Head(weight=torch.ones(66, 2)), torch.zeros(1, dtype=torch.int64), shard=shard
-        )
+        label_log_probs(torch.ones(1, 2), Head(weight=torch.ones(66, 2)), torch.tensor([0]), shard=shard)
 
 
 if __name__ == "__main__":
-    one_of_several_ranks(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
+    one_of_four_ranks(int(sys.argv[1]), sys.argv[2], sys.argv[3])
