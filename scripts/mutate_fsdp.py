@@ -520,7 +520,7 @@ CHECKPOINTS = (
         load(fitting, storage_reader""",
         first="test_a_checkpoint_of_another_model_is_refused",
     ),
-    _fsdp(
+    _api(
         "checksums-not-compared",
         "a file of a checkpoint that was damaged on disk is read as it is",
         "checkpoint_files",
@@ -528,7 +528,7 @@ CHECKPOINTS = (
         "if found != checksums[name] and not path.stat().st_size:",
         first="test_a_damaged_checkpoint_is_refused",
     ),
-    _fsdp(
+    _api(
         "checksums-of-rank-0-only",
         "all ranks verify rank 0's share of the files, and nobody the others",
         "checkpoint_files",

@@ -18,16 +18,12 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from transformers import AutoModelForCausalLM
 
 from drivetrain_backend_api import TRAIN_BACKENDS, load_spec
+from drivetrain_backend_api.checkpoint_files import checksums_of, read_metadata, write_checksums
 from drivetrain_backend_api.errors import DataError
 from drivetrain_backend_api.schedule import LossScaler
 from drivetrain_backend_api.testing.models import make_model
 from drivetrain_backend_fsdp.checkpoint import export_checkpoint, save_checkpoint
-from drivetrain_backend_fsdp.checkpoint_files import (
-    check_checkpoint,
-    checksums_of,
-    read_metadata,
-    write_checksums,
-)
+from drivetrain_backend_fsdp.checkpoint_files import check_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +146,17 @@ def test_a_folder_without_a_checkpoint_is_refused(models: dict[str, Path], tmp_p
         pytest.raises(DataError, match=r"no checkpoint.*trainer_state\.json"),
     ):
         backend.setup()
+
+
+def test_a_checkpoint_of_another_backend_is_refused_with_the_way_out(
+    saved: Saved, models: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(saved.folder, tmp_path / "copy"))
+    state = json.loads((folder / "trainer_state.json").read_text())
+    (folder / "trainer_state.json").write_text(json.dumps(state | {"backend": "other"}))
+    said = f"^{folder} was written by the other backend, and fsdp cannot read it; .*drivetrain export.*--hf-checkpoint$"
+    with pytest.raises(DataError, match=said):
+        export_checkpoint(folder, models["qwen3-tied"], tmp_path / "out")
 
 
 def test_a_damaged_state_file_is_refused_by_name(saved: Saved, models: dict[str, Path], tmp_path: Path) -> None:
@@ -393,7 +400,7 @@ def test_checksums_that_are_missing_or_not_their_own_are_named(copy: Path) -> No
 def test_large_exports_are_split_into_indexed_files(
     saved: Saved, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drivetrain_backend_fsdp.checkpoint._EXPORT_SHARD_BYTES", 8000)
+    monkeypatch.setattr("drivetrain_backend_api.hf_export.SHARD_BYTES", 8000)
     export_checkpoint(saved.folder, models["qwen3-tied"], tmp_path / "out")
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 1
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)

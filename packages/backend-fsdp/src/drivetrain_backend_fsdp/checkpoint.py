@@ -1,16 +1,12 @@
 """Checkpoints of this backend: written by PyTorch DCP, read under any number of ranks, exported to Hugging Face.
 
-Which files a folder holds, and how they are read without trust, is in `checkpoint_files`. Which folder, and when it is
-complete, is not decided here.
+Which files a folder holds, and how they are read without trust, is in backend-api's `checkpoint_files`. Which folder,
+and when it is complete, is not decided here.
 """
 
-import json
-import shutil
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,23 +14,16 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from drivetrain_backend_api.collectives import gathered, together
-from drivetrain_backend_api.errors import DataError, DrivetrainError
-from drivetrain_backend_api.hf_folder import TensorHeader, read_headers
-from drivetrain_backend_api.schedule import LossScaler
-from drivetrain_backend_fsdp.attention import PACKED_ATTENTION
-from drivetrain_backend_fsdp.causal_lm import build, tied_names
-from drivetrain_backend_fsdp.checkpoint_files import (
+from drivetrain_backend_api.checkpoint_files import (
     FORMAT,
     OTHER_CHECKPOINT,
-    STATE,
     TENSORS,
     TrainerState,
     checksums_of,
@@ -44,14 +33,23 @@ from drivetrain_backend_fsdp.checkpoint_files import (
     rng_file,
     verify_checksums,
     write_checksums,
+    write_state,
 )
+from drivetrain_backend_api.collectives import gathered, together
+from drivetrain_backend_api.errors import DataError, DrivetrainError
+from drivetrain_backend_api.hf_export import StoredTensor, export_dtypes, require_unused, write_model_folder
+from drivetrain_backend_api.hf_folder import read_headers
+from drivetrain_backend_api.schedule import LossScaler
+from drivetrain_backend_api.sharded_checkpoint import Reader, first_failure, stored_tensors
+from drivetrain_backend_fsdp.attention import PACKED_ATTENTION
+from drivetrain_backend_fsdp.causal_lm import build, tied_names
+from drivetrain_backend_fsdp.checkpoint_files import BACKEND
 from drivetrain_backend_fsdp.hf_checkpoint import read_config
 from drivetrain_backend_fsdp.model import ShardedModel, stored_name
 from drivetrain_backend_fsdp.optimizer import ShardedAdamW
 
 _MODEL_PREFIX = "model."
 _OPTIMIZER_PREFIX = "optimizer."
-_EXPORT_SHARD_BYTES = 4 * 1024**3
 
 
 def save_checkpoint(
@@ -91,13 +89,14 @@ def save_checkpoint(
         if rank == 0:
             state = TrainerState(
                 format=FORMAT,
+                backend=BACKEND,
                 next_rollout_id=next_rollout_id,
                 optimizer_steps=optimizer.steps,
                 loss_scale=scaler.scale,
                 loss_scale_good_steps=scaler.good_steps,
                 world_size=ranks,
             )
-            (folder / STATE).write_text(json.dumps(asdict(state), indent=2) + "\n")
+            write_state(folder, state)
 
     together(look, control)
     together(write_own, control)
@@ -108,7 +107,7 @@ def save_checkpoint(
             process_group=control,
         )
     except CheckpointException as error:
-        raise DrivetrainError(f"writing the checkpoint {folder} failed: {_first_failure(error)}") from error
+        raise DrivetrainError(f"writing the checkpoint {folder} failed: {first_failure(error)}") from error
     parts = gathered(together(lambda: checksums_of(folder, rank), control), control)
     checksums = {name: one for part in parts for name, one in part.items()}
     together(lambda: write_checksums(folder, checksums) if rank == 0 else None, control)
@@ -134,7 +133,7 @@ def load_checkpoint(
     rank, ranks = model.mesh.get_rank(), model.mesh.size()
 
     def look() -> TrainerState:
-        state = read_state(folder)
+        state = read_state(folder, BACKEND)
         verify_checksums(folder, rank, ranks, same_ranks=state.world_size == ranks)
         tensors = _tensors(model, optimizer)
         _check_fit(folder, read_metadata(folder), {name: tuple(one.shape) for name, one in tensors.items()})
@@ -147,10 +146,10 @@ def load_checkpoint(
             "--load must name a folder that all nodes share"
         )
     try:
-        load(_tensors(model, optimizer), storage_reader=_Reader(folder / TENSORS), process_group=control)
+        load(_tensors(model, optimizer), storage_reader=Reader(folder), process_group=control)
     except CheckpointException as error:
         raise DataError(
-            f"reading the checkpoint {folder} failed ({_first_failure(error)}); {OTHER_CHECKPOINT}"
+            f"reading the checkpoint {folder} failed ({first_failure(error)}); {OTHER_CHECKPOINT}"
         ) from error
     optimizer.steps = state.optimizer_steps
     if scaler.enabled:
@@ -174,40 +173,33 @@ def export_checkpoint(folder: Path, hf_checkpoint: Path, out: Path, dtype: torch
     Raises:
         DataError: a folder cannot be read, `out` is in use, or `hf_checkpoint` does not tell a weight's dtype.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"--out {out} exists already; give a folder that does not")
-    read_state(folder)
+    require_unused(out)
+    read_state(folder, BACKEND)
     metadata = read_metadata(folder)
     verify_checksums(folder, 0, 1, same_ranks=False)
     stored = {
-        name.removeprefix(_MODEL_PREFIX): one
-        for name, one in metadata.state_dict_metadata.items()
-        if name.startswith(_MODEL_PREFIX) and isinstance(one, TensorStorageMetadata)
+        name.removeprefix(_MODEL_PREFIX): StoredTensor(shape=tuple(one.size), dtype=one.properties.dtype)
+        for name, one in stored_tensors(metadata).items()
+        if name.startswith(_MODEL_PREFIX)
     }
-    floating = [name for name, one in stored.items() if one.properties.dtype.is_floating_point]
     headers = read_headers(hf_checkpoint)
-    dtypes = dict.fromkeys(floating, dtype) if dtype else _folder_dtypes(floating, hf_checkpoint, headers)
-    aside = out.parent / f".{out.name}.partial"
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        aside.mkdir(parents=True)
-        _copy_companions(hf_checkpoint, aside, dtype)
-        _write_safetensors(folder, aside, stored, dtypes)
-        if out.exists():
-            out.rmdir()
-        aside.rename(out)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    aliases: dict[str, str] = {}
 
+    def tied_name(name: str) -> str:
+        if not aliases:
+            aliases.update(_aliases(hf_checkpoint))
+        return stored_name(name, headers, aliases)
 
-class _Reader(FileSystemReader):
-    """DCP's reader of folders, with metadata read by `read_metadata`."""
+    def read(names: Sequence[str]) -> dict[str, Tensor]:
+        tensors = {
+            f"{_MODEL_PREFIX}{name}": torch.empty(stored[name].shape, dtype=stored[name].dtype) for name in names
+        }
+        _load_alone(folder, tensors)
+        return {name.removeprefix(_MODEL_PREFIX): one for name, one in tensors.items()}
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = read_metadata(Path(self.path).parent)
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+    floating = [name for name, one in stored.items() if one.dtype.is_floating_point]
+    dtypes = export_dtypes(floating, dtype, hf_checkpoint=hf_checkpoint, headers=headers, stored_name=tied_name)
+    write_model_folder(out, hf_checkpoint, stored, read, dtypes=dtypes, dtype=dtype)
 
 
 def _tensors(model: ShardedModel, optimizer: ShardedAdamW) -> dict[str, Tensor]:
@@ -234,24 +226,13 @@ def _sharded_like(weight: DTensor, local: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def _check_fit(folder: Path, metadata: Metadata, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    stored = {
-        name: tuple(one.size)
-        for name, one in metadata.state_dict_metadata.items()
-        if isinstance(one, TensorStorageMetadata)
-    }
+    stored = {name: tuple(one.size) for name, one in stored_tensors(metadata).items()}
     for name in sorted({*shapes, *stored}):
         if shapes.get(name) != stored.get(name):
             raise DataError(
                 f"{folder} is a checkpoint of another model: tensor {name!r} has shape {stored.get(name, 'none')} "
                 f"there and {shapes.get(name, 'none')} in the model; give the --hf-checkpoint that training began with"
             )
-
-
-def _first_failure(error: CheckpointException) -> str:
-    rank, (cause, _) = next(iter(error.failures.items()))
-    # torch goes on for a page about what one could do instead
-    first_line = next(iter(str(cause).splitlines()), "")
-    return f"rank {rank}: {type(cause).__name__}: {first_line}"
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:
@@ -268,23 +249,6 @@ def _restore_random_state(path: Path, device: torch.device) -> None:
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
-def _folder_dtypes(
-    names: Sequence[str], hf_checkpoint: Path, headers: Mapping[str, TensorHeader]
-) -> dict[str, torch.dtype]:
-    """Return the dtype in which a model folder stores each weight, under whichever of its tied names."""
-    places = {name: name for name in names}
-    if any(name not in headers for name in names):
-        aliases = _aliases(hf_checkpoint)
-        places = {name: stored_name(name, headers, aliases) for name in names}
-    for name, place in places.items():
-        if place not in headers:
-            raise DataError(
-                f"{hf_checkpoint} has no tensor {name!r}, which the checkpoint holds; "
-                "give the --hf-checkpoint that training began with"
-            )
-    return {name: headers[place].dtype for name, place in places.items()}
-
-
 def _aliases(hf_checkpoint: Path) -> dict[str, str]:
     """Ask the architecture which weights are tied; code inside the folder is not run."""
     try:
@@ -299,62 +263,13 @@ def _aliases(hf_checkpoint: Path) -> dict[str, str]:
     return {source: alias for alias, source in tied_names(module).items()}
 
 
-def _copy_companions(hf_checkpoint: Path, aside: Path, dtype: torch.dtype | None) -> None:
-    """Copy what a model folder holds beside its weights; `config.json` tells the dtype written."""
-    for path in sorted(hf_checkpoint.iterdir()):
-        weights = path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
-        if path.is_file() and not weights and not path.name.endswith(".index.json"):
-            shutil.copyfile(path, aside / path.name)
-    if dtype is not None:
-        try:
-            config = dict(json.loads((aside / "config.json").read_text("utf-8")))
-        except (OSError, ValueError, TypeError, RecursionError) as error:
-            raise DataError(f"{hf_checkpoint / 'config.json'} cannot be read: {error}; copy the model again") from error
-        config.pop("torch_dtype", None)
-        config["dtype"] = str(dtype).removeprefix("torch.")
-        (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _write_safetensors(
-    folder: Path, aside: Path, stored: Mapping[str, TensorStorageMetadata], dtypes: Mapping[str, torch.dtype]
-) -> None:
-    """Write the weights in files of bounded size, holding one of them at a time; those not in `dtypes` as stored."""
-    parts: list[list[str]] = [[]]
-    size = 0
-    for name, one in stored.items():
-        nbytes = one.size.numel() * one.properties.dtype.itemsize
-        if parts[-1] and size + nbytes > _EXPORT_SHARD_BYTES:
-            parts.append([])
-            size = 0
-        parts[-1].append(name)
-        size += nbytes
-    weight_map, total = {}, 0
-    for index, names in enumerate(parts, start=1):
-        file = "model.safetensors" if len(parts) == 1 else f"model-{index:05d}-of-{len(parts):05d}.safetensors"
-        tensors = {
-            f"{_MODEL_PREFIX}{name}": torch.empty(stored[name].size, dtype=stored[name].properties.dtype)
-            for name in names
-        }
-        _load_alone(folder, tensors)
-        cast = {
-            name: tensors[f"{_MODEL_PREFIX}{name}"].to(dtypes.get(name, stored[name].properties.dtype)).contiguous()
-            for name in names
-        }
-        save_file(cast, aside / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(names, file))
-        total += sum(one.nbytes for one in cast.values())
-    if len(parts) > 1:
-        index_json = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (aside / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=2) + "\n")
-
-
 def _load_alone(folder: Path, tensors: dict[str, Tensor]) -> None:
     try:
         with warnings.catch_warnings():
             # DCP warns that no process group exists, which is the point.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            load(tensors, storage_reader=_Reader(folder / TENSORS), no_dist=True)
+            load(tensors, storage_reader=Reader(folder), no_dist=True)
     except CheckpointException as error:
         raise DataError(
-            f"reading the checkpoint {folder} failed ({_first_failure(error)}); {OTHER_CHECKPOINT}"
+            f"reading the checkpoint {folder} failed ({first_failure(error)}); {OTHER_CHECKPOINT}"
         ) from error
