@@ -234,7 +234,7 @@ def layout(tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, **more: Any) -> M
         (layout(tp=8), "--tensor-model-parallel-size 8 does not divide the model's 4 key-value heads; give 1, 2 or 4"),
         (layout(tp=3), "8 attention heads and 4 key-value heads; give 1, 2 or 4"),
         (layout(cp=3), "--context-parallel-size 3 cannot share out the 8 attention heads and 4 key-value heads"),
-        (layout(tp=2, cp=8), "the 4 attention heads and 2 key-value heads of a tensor-parallel rank; give 1 or 2 or 4"),
+        (layout(tp=2, cp=8), "the 4 attention heads and 2 key-value heads of a tensor-parallel rank; give 1, 2 or 4"),
         (layout(pp=3), "--pipeline-model-parallel-size 3 does not divide the model's 4 layers; give 1, 2 or 4"),
         (
             layout(pp=2, num_layers_per_virtual_pipeline_stage=3),
@@ -280,6 +280,13 @@ def test_a_layout_that_fits_has_no_findings(config: MegatronConfig, llama: Model
     assert layout_findings(llama, config, world_size=config.model_parallel_size * 2) == []
 
 
+def test_key_value_heads_must_be_shared_out_or_repeated_evenly(llama: ModelShape) -> None:
+    three_groups = replace(llama, num_attention_heads=12, num_query_groups=3)
+    (finding,) = layout_findings(three_groups, layout(cp=2))
+    assert "give 1, 3, 6 or 12" in finding
+    assert layout_findings(three_groups, layout(cp=6)) == []
+
+
 def test_experts_fit_beside_tensor_parallel_ranks(moe: ModelShape) -> None:
     assert layout_findings(moe, layout(tp=2, ep=2, sequence_parallel=True), world_size=2) == []
 
@@ -297,8 +304,8 @@ def test_ranks_that_fill_no_whole_replicas_are_refused(llama: ModelShape) -> Non
 
 
 def test_experts_that_do_not_fit_the_ranks_of_a_stage_are_refused(moe: ModelShape) -> None:
-    (finding,) = layout_findings(moe, layout(pp=2, ep=3), world_size=8)
-    assert "--expert-model-parallel-size 3 does not divide the 4 train workers of a pipeline stage" in finding
+    (finding,) = layout_findings(moe, layout(pp=2, ep=6), world_size=6)
+    assert "--expert-model-parallel-size 6 does not divide the 3 train workers of a pipeline stage" in finding
 
 
 # -- whole configurations ----------------------------------------------------------------------------------------------

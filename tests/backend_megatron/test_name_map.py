@@ -141,14 +141,22 @@ def test_reading_parts_of_files_equals_cutting_whole_tensors(
             assert torch.equal(cut, mine[one.name]), (rank, one.name)
 
 
-def test_a_rank_holds_whole_query_groups_and_its_part_of_gate_and_up(folders: dict[str, Path]) -> None:
-    shape, stored = read_shape(folders["qwen3"]), load_file(folders["qwen3"] / "model.safetensors")
-    mine = shards_of(folders["qwen3"], shape, 2)[1]  # of 8 heads and 4 groups: heads 4 to 7, groups 2 and 3
+@pytest.mark.parametrize(
+    ("model", "kind", "head"), [("qwen3", "weight", 6), ("qwen2", "weight", 4), ("qwen2", "bias", 4)]
+)
+def test_a_rank_holds_whole_query_groups(model: str, kind: str, head: int, folders: dict[str, Path]) -> None:
+    shape, stored = read_shape(folders[model]), load_file(folders[model] / "model.safetensors")
+    mine = shards_of(folders[model], shape, 2)[1]  # of 8 heads and 4 groups: heads 4 to 7, groups 2 and 3
     query, key, value = (
-        torch.split(stored[f"model.layers.2.self_attn.{one}_proj.weight"], 6) for one in ("q", "k", "v")
-    )  # a tensor for each head of 6 rows
+        torch.split(stored[f"model.layers.2.self_attn.{one}_proj.{kind}"], head) for one in ("q", "k", "v")
+    )
     rows = [query[4], query[5], key[2], value[2], query[6], query[7], key[3], value[3]]
-    assert torch.equal(mine["decoder.layers.2.self_attention.linear_qkv.weight"], torch.cat(rows))
+    assert torch.equal(mine[f"decoder.layers.2.self_attention.linear_qkv.{kind}"], torch.cat(rows))
+
+
+def test_a_rank_holds_its_part_of_gate_up_and_down(folders: dict[str, Path]) -> None:
+    shape, stored = read_shape(folders["qwen3"]), load_file(folders["qwen3"] / "model.safetensors")
+    mine = shards_of(folders["qwen3"], shape, 2)[1]
     gate, up = (stored[f"model.layers.2.mlp.{one}_proj.weight"] for one in ("gate", "up"))
     assert torch.equal(mine["decoder.layers.2.mlp.linear_fc1.weight"], torch.cat([gate[24:], up[24:]]))
     down = stored["model.layers.2.mlp.down_proj.weight"]

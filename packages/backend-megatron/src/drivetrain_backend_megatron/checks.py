@@ -3,6 +3,7 @@
 Reads `config.json` files and nothing else of a model; never imports torch, transformers or Megatron.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,12 @@ def layout_findings(shape: ModelShape, config: MegatronConfig, *, world_size: in
 
 def _divisors(*numbers: int) -> str:
     """List what divides all numbers, for people."""
-    found = [str(one) for one in range(1, min(numbers) + 1) if not any(number % one for number in numbers)]
-    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
+    return _either([one for one in range(1, min(numbers) + 1) if not any(number % one for number in numbers)])
+
+
+def _either(numbers: Sequence[int]) -> str:
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _tensor_findings(shape: ModelShape, tp: int) -> list[str]:
@@ -90,7 +95,7 @@ def _context_findings(shape: ModelShape, tp: int, cp: int) -> list[str]:
         return []
     return [
         f"{_CP} {cp} cannot share out the {heads} attention heads and {groups} key-value heads of a tensor-parallel "
-        f"rank; give {' or '.join(map(str, works))}"
+        f"rank; give {_either(works)}"
     ]
 
 
