@@ -400,13 +400,6 @@ REFUSED: Mapping[str, Sequence[BadInput]] = {
             wrong="without `--opd-reward-coef`",
         ),
         flag("--reward", "none", wrong="under grpo"),
-        flag(
-            "--grad-clip",
-            "1",
-            "--clip-grad",
-            "1",
-            wrong="an option under two of its names: `--grad-clip 1 --clip-grad 1`",
-        ),
         BadInput(wrong="`--n-samples-per-prompt 1` under grpo", changes={"--n-samples-per-prompt": "1"}),
         flag("--rollout-temperature", "0"),
         flag("--eval-interval", "1"),

@@ -62,7 +62,7 @@ POLICY, TEACHER = logits(1), logits(2)
 
 
 def rollout(**more: Tensor) -> RolloutBatch:
-    """Six samples of two groups, with holes in their masks; the teacher's log-probs are TEACHER's, the rest POLICY's."""
+    """Six samples of two groups, with holes in their masks; log-probs are those of POLICY and TEACHER."""
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in (2, 1, 3, 1, 2, 4)]
     responses = [torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in (4, 2, 6, 3, 1, 5)]

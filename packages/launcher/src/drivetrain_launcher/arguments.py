@@ -327,13 +327,10 @@ def parse_flags(surface: Surface, argv: Sequence[str]) -> tuple[dict[str, list[s
     for name, occurrences in vars(found).items():
         if name in FLAG_ONLY:
             continue
-        if surface.options[name].many:
-            texts[name] = [text for one in occurrences for text in one.value]
-        else:
-            texts[name] = [occurrences[-1].value]
-        if (finding := two_names(dict.fromkeys(one.flag for one in occurrences))) or (
-            not surface.options[name].many and (finding := _repeated(occurrences))
-        ):
+        many = surface.options[name].many
+        texts[name] = [text for one in occurrences for text in one.value] if many else [occurrences[-1].value]
+        finding = two_names(dict.fromkeys(one.flag for one in occurrences))
+        if finding := finding or (None if many else _repeated(occurrences)):
             findings.append(finding)
     after_stranger = False
     for word in rest:

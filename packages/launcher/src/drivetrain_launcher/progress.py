@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _LINE = (
     ("reward", "rollout/reward", "{:.3f}"),
+    ("reverse KL", "train/opd_reverse_kl", "{:.3f}"),
     ("loss", "train/loss", "{:.4f}"),
     ("grad", "train/grad_norm", "{:.3f}"),
     ("tok/s", "perf/tokens_per_second", "{:.0f}"),
@@ -45,6 +46,7 @@ class Display:
         self._last_line = 0.0
         self._evaluations: dict[int, float] = {}
         self._rewards: list[float] = []
+        self._reverse_kls: list[float] = []
         self._tokens_per_second: list[float] = []
         self._last_loss: float | None = None
         self._checkpoint: Path | None = None
@@ -77,6 +79,8 @@ class Display:
         parts = [f"{name} {form.format(round(metrics[key], 6) + 0.0)}" for name, key, form in _LINE if key in metrics]
         if "rollout/reward" in metrics:
             self._rewards.append(metrics["rollout/reward"])
+        if "train/opd_reverse_kl" in metrics:
+            self._reverse_kls.append(metrics["train/opd_reverse_kl"])
         self._tokens_per_second.append(metrics["perf/tokens_per_second"])
         self._last_loss = metrics.get("train/loss")
         if skipped := int(metrics["train/skipped_steps"]):
@@ -84,7 +88,8 @@ class Display:
                 f"rollout {rollout_id + 1}: {skipped} optimizer steps skipped, their gradients were not finite; "
                 "lower --lr if it goes on"
             )
-        if metrics.get("rollout/groups_with_one_reward") == 1.0 and not self._warned:
+        taught = "train/opd_reverse_kl" in metrics
+        if metrics.get("rollout/groups_with_one_reward") == 1.0 and not taught and not self._warned:
             self._warned = True
             self._console.print(
                 f"rollout {rollout_id + 1}: all samples of each prompt got one reward, so there is nothing to learn "
@@ -119,6 +124,10 @@ class Display:
         table.add_row("time", f"{time.monotonic() - self._began:.0f} s")
         if self._rewards:
             table.add_row("rollout/reward, first -> last", f"{self._rewards[0]:.3f} -> {self._rewards[-1]:.3f}")
+        if self._reverse_kls:
+            table.add_row(
+                "train/opd_reverse_kl, first -> last", f"{self._reverse_kls[0]:.3f} -> {self._reverse_kls[-1]:.3f}"
+            )
         if self._evaluations:
             first, last = min(self._evaluations), max(self._evaluations)
             table.add_row(

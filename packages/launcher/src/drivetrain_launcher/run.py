@@ -254,6 +254,8 @@ def run_stage(stage: PreparedStage, console: Console) -> Path:
     )
     prompts = PromptSource(stage.dataset, shuffle=config.data.rollout_shuffle, seed=config.train.seed)
     with start_resources(stage) as resources:
+        for note in resources.trainer.notes:
+            console.print(f"{stage.title}: {note}", markup=False)
         plan = plan_rollouts(config, start=resources.trainer.next_rollout_id, stop=stage.stop)
         prompts.next_prompts(plan.start * config.rollout.rollout_batch_size)  # what earlier rollouts read
         with (

@@ -22,12 +22,14 @@ class TrainGroup:
         ranks: who is where.
         batching: how the backend wants its micro-batches.
         next_rollout_id: how many rollouts the loaded weights were trained on.
+        notes: what the backend of rank 0 logged while it was set up.
     """
 
     workers: Sequence[Any]
     ranks: ProcessGroupManager
     batching: Batching
     next_rollout_id: int
+    notes: tuple[str, ...]
 
     def train(self, rollout_id: int, shards: Sequence[RolloutShard]) -> list[dict[str, float]]:
         """Train on a rollout. Each data-parallel shard is put into the object store once; its ranks fetch it."""
@@ -83,4 +85,5 @@ def setup_train_group(workers: Sequence[Any], *, seconds: float) -> TrainGroup:
         ranks=ProcessGroupManager([one.place for one in results.values()]),
         batching=results[names[0]].batching,
         next_rollout_id=ids[0],
+        notes=results[names[0]].notes,
     )

@@ -6,6 +6,8 @@ Runs as a Ray actor. Which backend it is comes in as a name; nothing here knows 
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,11 +39,41 @@ class WorkerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SetupResult:
-    """What a worker knows once its backend is ready."""
+    """What a worker knows once its backend is ready.
+
+    Attributes:
+        notes: what the backend logged meanwhile.
+    """
 
     next_rollout_id: int
     place: WorkerPlace
     batching: Batching
+    notes: tuple[str, ...]
+
+
+class _Notes(logging.Handler):
+    """Collects what a logger says."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@contextmanager
+def _notes_of(backend: TrainBackend) -> Iterator[list[str]]:
+    """Collect what a backend's package logs inside the block, from INFO on."""
+    logger = logging.getLogger(type(backend).__module__.partition(".")[0])
+    notes, level = _Notes(), logger.level
+    logger.addHandler(notes)
+    logger.setLevel(logging.INFO)
+    try:
+        yield notes.lines
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(notes)
 
 
 class TrainWorker:
@@ -57,7 +89,6 @@ class TrainWorker:
         """
         import torch
 
-        logging.basicConfig(level=logging.INFO)  # into this worker's log of Ray
         self._settings = settings
         self._rank = rank
         self._store: Any = None
@@ -93,14 +124,16 @@ class TrainWorker:
         )
         if master_address == LOOPBACK:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
-        next_rollout_id = self._backend.setup(
-            with_ref=self._algorithm.needs_ref_log_probs, with_opd_teacher=self._algorithm.needs_teacher_log_probs
-        )
+        with _notes_of(self._backend) as notes:
+            next_rollout_id = self._backend.setup(
+                with_ref=self._algorithm.needs_ref_log_probs, with_opd_teacher=self._algorithm.needs_teacher_log_probs
+            )
         self._sender = WeightSender(self._backend)
         return SetupResult(
             next_rollout_id=next_rollout_id,
             place=WorkerPlace(layout=self._backend.parallel, node_id=this_node().node_id),
             batching=self._backend.batching,
+            notes=tuple(notes),
         )
 
     def train(self, rollout_id: int, shard: RolloutShard) -> list[dict[str, float]]:
