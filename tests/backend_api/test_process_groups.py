@@ -392,34 +392,30 @@ def cycles(rank: int, folder: Path) -> Any:
 
 
 def late(rank: int, folder: Path) -> Any:
-    deadline = datetime.timedelta(seconds=1)
+    """Rank 3 comes to each call when the others have given up; then all come."""
     report: dict[str, Any] = {}
     with RebuildableGroups() as groups:
         groups.init("gloo", rank=rank, world_size=RANKS, timeout=TIMEOUT)
-        if rank == 3:
-            time.sleep(1.5)
-        else:
-            report["destroy"] = outcome(lambda: groups.destroy(deadline))
+        group = dist.new_group()
+        for name, call in (("destroy", groups.destroy), ("rebuild", groups.rebuild)):
+            dist.barrier()
+            if rank == 3:
+                time.sleep(1.5)
+            report[name] = outcome(call, datetime.timedelta(seconds=1))
+            total = torch.ones(1)
+            dist.all_reduce(total)  # WORLD, or its stand-in, is as it was
+            report[f"{name}: WORLD"] = total.item()
+            call()
         total = torch.ones(1)
-        dist.all_reduce(total)  # nothing was destroyed
-        report["still"] = total.item()
-    dist.init_process_group("gloo", init_method=f"file://{folder}/between", rank=rank, world_size=RANKS)
-    dist.destroy_process_group()
-    os.environ["MASTER_PORT"] = os.environ["SECOND_PORT"]
-    with RebuildableGroups() as groups:
-        groups.init("gloo", rank=rank, world_size=RANKS, timeout=TIMEOUT)
-        groups.destroy()
-        if rank == 3:
-            time.sleep(1.5)
-        else:
-            report["rebuild"] = outcome(lambda: groups.rebuild(deadline))
+        dist.all_reduce(total, group=group)
+        report["in the end"] = total.item()
     return report
 
 
-def outcome(call: Callable[[], Any]) -> tuple[str, float]:
+def outcome(call: Callable[..., Any], *args: Any) -> tuple[str, float]:
     start = time.monotonic()
     try:
-        call()
+        call(*args)
     except DrivetrainError as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - start
     return "nothing", time.monotonic() - start
@@ -492,25 +488,69 @@ def megatron(rank: int, folder: Path) -> Any:
     return report
 
 
-SCENARIOS = {one.__name__: one for one in (collectives, holders, cycles, late, destroyed_alone, megatron)}
+def nccl(rank: int, folder: Path) -> Any:
+    """Communicators on one or two GPUs: same results, and their memory is given back."""
+    size = torch.cuda.device_count()
+    torch.cuda.set_device(rank)
+    report: dict[str, Any] = {"results": [], "free": []}
+
+    def results_of(groups: list[Group]) -> list[Any]:
+        found = []
+        for group in groups:
+            tensor = torch.full((1 << 20,), float(rank + 1), device="cuda")
+            dist.all_reduce(tensor, group=group)
+            gathered = torch.empty(size * 4, device="cuda")
+            dist.all_gather_into_tensor(gathered, tensor[:4] + rank, group=group)
+            with c10d._coalescing_manager(group=group, device=torch.device("cuda", rank), async_ops=True) as manager:
+                dist.all_reduce(tensor[:8], group=group)
+            manager.wait()
+            received = torch.zeros(4, device="cuda")
+            if size > 1:
+                operations = [
+                    dist.P2POp(dist.isend, gathered[:4], (rank + 1) % size, group=group),
+                    dist.P2POp(dist.irecv, received, (rank - 1) % size, group=group),
+                ]
+                for work in dist.batch_isend_irecv(operations):
+                    work.wait()
+            whole = functional.wait_tensor(functional.all_reduce(tensor[:4], "sum", group or dist.group.WORLD))
+            found.append([one.tolist() for one in (tensor[:9], gathered, received, whole)])
+        return found
+
+    with RebuildableGroups() as groups:
+        groups.init("cpu:gloo,cuda:nccl", rank=rank, world_size=size, timeout=TIMEOUT)
+        made = [None, dist.new_group(), dist.new_group(list(range(size)), backend="nccl")]
+        control = dist.new_group(backend="gloo")
+        for _ in range(4):
+            report["results"].append(results_of(made))
+            total = torch.ones(1)
+            dist.all_reduce(total, group=control)
+            report["control"] = total.item()
+            torch.cuda.synchronize()
+            awake = torch.cuda.mem_get_info()[0]
+            groups.destroy()
+            report["free"].append((awake, torch.cuda.mem_get_info()[0]))
+            groups.rebuild()
+    return report
+
+
+SCENARIOS = {one.__name__: one for one in (collectives, holders, cycles, late, destroyed_alone, megatron, nccl)}
 
 
 # -- the program ------------------------------------------------------------------------------------------------------
 
 
-def main(names: list[str], folder: Path) -> None:
+def main(ranks: int, folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
-    if "megatron" in names:
-        importlib.import_module("megatron.core.parallel_state")  # once, not in each rank
-    elif "holders" in names:
-        importlib.import_module("torch._dynamo")  # DDP does
+    # Imported once, not in each rank; DDP and functional collectives import dynamo.
+    for module in ("torch._dynamo", *(["megatron.core.parallel_state"] if "megatron" in names else [])):
+        importlib.import_module(module)
     warnings.simplefilter("ignore", FutureWarning)  # deprecated spellings are called too
     gc.freeze()  # what was imported need not be searched
     for name in names:
         place = folder / name
         place.mkdir()
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), SECOND_PORT=str(free_port()))
-        children = [fork(name, rank, place) for rank in range(RANKS)]
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+        children = [fork(name, rank, place) for rank in range(ranks)]
         for child in children:
             os.waitpid(child, 0)
 
@@ -535,12 +575,12 @@ def fork(name: str, rank: int, folder: Path) -> int:
     os._exit(0)
 
 
-def run(names: list[str], folder: Path, *, deadline: float) -> dict[str, list[Any]]:
+def run(names: list[str], folder: Path, *, deadline: float, ranks: int = RANKS) -> dict[str, list[Any]]:
     """What each rank reports of each scenario; a hang ends at the deadline, with all ranks of it."""
     log = folder / "log"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, __file__, str(folder), *names], stdout=out, stderr=out, start_new_session=True
+            [sys.executable, __file__, str(ranks), str(folder), *names], stdout=out, stderr=out, start_new_session=True
         )
         try:
             assert process.wait(timeout=deadline) == 0, log.read_text()
@@ -552,7 +592,7 @@ def run(names: list[str], folder: Path, *, deadline: float) -> dict[str, list[An
             process.wait()
     found: dict[str, list[Any]] = {}
     for name in names:
-        found[name] = [torch.load(folder / name / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
+        found[name] = [torch.load(folder / name / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
         for rank, one in enumerate(found[name]):
             assert not isinstance(one, str), f"{name} on rank {rank}: {one}"
     return found
@@ -560,7 +600,7 @@ def run(names: list[str], folder: Path, *, deadline: float) -> dict[str, list[An
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    names = [one for one in SCENARIOS if one != "megatron"]
+    names = [one for one in SCENARIOS if one not in ("megatron", "nccl")]
     return run(names, tmp_path_factory.mktemp("groups"), deadline=120)
 
 
@@ -620,17 +660,23 @@ def test_cycles_leave_no_threads_files_store_keys_or_hooks_behind(reports: dict[
 
 @pytest.mark.parametrize("call", ["destroy", "rebuild"])
 def test_a_rank_that_does_not_come_is_named_within_the_deadline(reports: dict[str, list[Any]], call: str) -> None:
-    for rank in reports["late"][:3]:
+    *others, last = reports["late"]
+    for rank in others:
         message, seconds = rank[call]
         assert message == (
             f"DrivetrainError: rank 3 of 4 did not come to {call} the process groups within 0:00:01; "
-            "see that rank's log for what ended or keeps it"
+            "see the log there for what ended or keeps it"
         )
         assert 1 <= seconds < 10
+    assert last[call][0] == (
+        f"DrivetrainError: rank 3 of 4 came too late to {call} the process groups: the others gave up"
+    )
 
 
-def test_groups_are_as_they_were_when_destroy_missed_a_rank(reports: dict[str, list[Any]]) -> None:
-    assert [rank["still"] for rank in reports["late"]] == [4.0] * RANKS
+def test_a_call_that_missed_a_rank_did_nothing_and_can_be_made_again(reports: dict[str, list[Any]]) -> None:
+    for rank in reports["late"]:
+        assert rank["destroy: WORLD"] == rank["rebuild: WORLD"] == RANKS
+        assert rank["in the end"] == RANKS
 
 
 def test_a_group_destroyed_alone_stays_away_and_the_others_keep_their_names(reports: dict[str, list[Any]]) -> None:
@@ -640,6 +686,7 @@ def test_a_group_destroyed_alone_stays_away_and_the_others_keep_their_names(repo
         assert rank["groups"] == (3 if number else 2)  # WORLD, kept, and last where it is a member
 
 
+@pytest.mark.slow
 def test_megatrons_own_groups_work_over_three_cycles(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core", reason="needs megatron-core")
     for number, rank in enumerate(run(["megatron"], tmp_path, deadline=120)["megatron"]):
@@ -649,6 +696,21 @@ def test_megatrons_own_groups_work_over_three_cycles(tmp_path: Path) -> None:
             assert cycle["wrong sums"] == []
             assert cycle["layout"] == (number % 2, 2, number // 2, 2)
             assert cycle["received"] == (number - 2 if number >= 2 else 0)
+
+
+@pytest.mark.gpu
+def test_nccl_groups_give_their_memory_back_and_work_again(tmp_path: Path) -> None:
+    size = torch.cuda.device_count()
+    if not size:
+        pytest.skip("needs a GPU")
+    for rank in run(["nccl"], tmp_path, deadline=300, ranks=size)["nccl"]:
+        first, *later = rank["results"]
+        assert first[0][0] == [sum(range(1, size + 1)) * (size if one < 8 else 1) for one in range(9)]
+        assert later == [first] * 3
+        assert rank["control"] == size
+        if size > 1:  # a communicator of one rank has no buffers
+            assert all(asleep > awake for awake, asleep in rank["free"])
+        assert rank["free"][-1][1] >= rank["free"][1][1]  # nothing stays behind
 
 
 # -- one rank ---------------------------------------------------------------------------------------------------------
@@ -732,4 +794,4 @@ def test_ranks_that_cannot_meet_say_where(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 if __name__ == "__main__":
-    main(sys.argv[2:], Path(sys.argv[1]))
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -305,7 +305,7 @@ class RebuildableGroups:
             timeout: how long to wait for the other ranks; None: as given to `init`.
 
         Raises:
-            DrivetrainError: a rank did not come; the groups are as they were.
+            DrivetrainError: a rank did not come, on all ranks; the groups are as they were, and may be destroyed again.
         """
         self._require(_State.AWAKE, "destroy")
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -328,7 +328,8 @@ class RebuildableGroups:
                 has the timeout of that group.
 
         Raises:
-            DrivetrainError: a rank did not come.
+            DrivetrainError: a rank did not come, on all ranks; where that was before anything was made, `rebuild` may
+                be called again.
         """
         self._require(_State.ASLEEP, "rebuild")
         self._barrier("rebuild", timeout)
@@ -438,31 +439,38 @@ class RebuildableGroups:
         self._generation += 1
 
     def _barrier(self, what: str, timeout: datetime.timedelta | None) -> None:
-        """Wait on the store, which outlives all groups, until every rank is here.
+        """Wait on the store, which outlives all groups, until every rank is here; all ranks pass or none does.
 
         Raises:
-            DrivetrainError: with the ranks that did not come.
+            DrivetrainError: with the ranks that did not come; also on a rank that comes when the others have given up.
         """
         timeout = timeout or self._timeout
         self._barriers += 1
         name = f"{_KEYS}/{self._generation}/barrier/{self._barriers}"
+        outcome = f"{name}/outcome"
         try:
             self._store.set(f"{name}/{self._rank}", "here")
             if self._store.add(f"{name}/count", 1) == self._world_size:
-                self._store.set(f"{name}/all", "here")
-            self._store.wait([f"{name}/all"], timeout)
-        except _C10D_ERRORS as error:
-            raise DrivetrainError(
-                f"{self._missing(name)} to {what} the process groups within {timeout}; see that rank's log for what "
-                "ended or keeps it"
-            ) from error
-
-    def _missing(self, name: str) -> str:
-        try:
+                self._store.compare_set(outcome, "", "all")
+            with contextlib.suppress(*_C10D_ERRORS):  # waited in vain, or the store is gone, as the next line finds
+                self._store.wait([outcome], timeout)
+            if self._store.compare_set(outcome, "", "given up") == b"all":
+                return
             missing = [one for one in range(self._world_size) if not self._store.check([f"{name}/{one}"])]
         except _C10D_ERRORS as error:
-            return f"the store of rank 0 does not answer ({in_one_line(error)}), so the ranks could not meet"
-        return f"rank {', '.join(map(str, missing))} of {self._world_size} did not come"
+            raise DrivetrainError(
+                f"rank {self._rank} of {self._world_size} found no store to {what} the process groups by; see the log "
+                f"of rank 0, which keeps it: {in_one_line(error)}"
+            ) from error
+        if not missing:
+            raise DrivetrainError(
+                f"rank {self._rank} of {self._world_size} came too late to {what} the process groups: "
+                "the others gave up"
+            )
+        raise DrivetrainError(
+            f"rank {', '.join(map(str, missing))} of {self._world_size} did not come to {what} the process groups "
+            f"within {timeout}; see the log there for what ended or keeps it"
+        )
 
     def _forget(self, before: int) -> None:
         """Delete what the generations up to `before` left in the store, which else grows with every cycle."""
