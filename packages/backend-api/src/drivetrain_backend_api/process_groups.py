@@ -319,6 +319,8 @@ class RebuildableGroups:
             for handle, (ranks, backend) in asleep.items():  # who is where can still be asked
                 c10d._world.pg_group_ranks[handle], c10d._world.pg_map[handle] = ranks, backend
             self._state = _State.ASLEEP
+            # a rank that went on and ended would break the others' way into that WORLD
+            self._barrier("finish destroying", timeout)
 
     def rebuild(self, timeout: datetime.timedelta | None = None) -> None:
         """Make all groups again, in the order and with the arguments of their creation, under the same handles.

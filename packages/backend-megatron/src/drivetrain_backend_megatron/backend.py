@@ -4,8 +4,8 @@ Process groups are made and destroyed here. Knows no algorithm, no engine and no
 """
 
 import datetime
+import logging
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,19 +22,25 @@ from drivetrain_backend_api.batch import MicroBatch
 from drivetrain_backend_api.lifecycle import State
 from drivetrain_backend_api.log_probs import Head
 from drivetrain_backend_api.packing import Batching
+from drivetrain_backend_api.process_groups import RebuildableGroups
 from drivetrain_backend_api.schedule import LossScaler, learning_rate, require_decay_iters
 from drivetrain_backend_api.weights import Holders, WeightExport, WeightManager
 from drivetrain_backend_megatron import export
 from drivetrain_backend_megatron.architectures import read_shape
+from drivetrain_backend_megatron.checks import model_findings
 from drivetrain_backend_megatron.config import MegatronConfig
 from drivetrain_backend_megatron.core import buffers
 from drivetrain_backend_megatron.core.groups import destroy_groups, groups, layout, make_groups
 from drivetrain_backend_megatron.core.model import whole_tokens
 from drivetrain_backend_megatron.core.schedule import ChunkInput, run_micro_batches
 from drivetrain_backend_megatron.forward import RankBatch, cut_batch
+from drivetrain_backend_megatron.memory import Sleeper
 from drivetrain_backend_megatron.model import build_model
 from drivetrain_backend_megatron.optimizer import DTYPES, SlicedAdamW
+from drivetrain_backend_megatron.sleep import memory_saver_preloaded, select_sleep_tier
 from drivetrain_backend_megatron.spec import CAPABILITIES
+
+_LOG = logging.getLogger(__name__)
 
 
 class MegatronBackend(TrainBackend):
@@ -50,6 +56,8 @@ class MegatronBackend(TrainBackend):
         self.lifecycle.require("setup")
         if self.config.lr_decay_style != "constant":
             require_decay_iters(self.config)
+        if findings := model_findings(self.config, world_size=self.world_size):
+            raise ConfigError("\n".join(findings))
         shape = read_shape(Path(self.config.hf_checkpoint))
         self._model_chunks = self.config.model_chunks(shape.num_layers)
         self._make_groups()
@@ -61,18 +69,30 @@ class MegatronBackend(TrainBackend):
             layout=self.parallel,
             groups=self.groups,
         )
-        self.weights = WeightManager(self._model.locals)
+        self.weights = WeightManager(self._model.locals, replicas=self._model.replicas)
         for tag, wanted, flag, folder in (
             ("ref", with_ref, "--ref-load", self.config.ref_load),
             ("teacher", with_opd_teacher, "--opd-teacher-load", self.config.opd_teacher_load),
         ):
             if wanted:
                 self._load_tag(tag, flag, folder)
-        self._model.load(Path(self.config.hf_checkpoint))
-        self._slices = self._model.owned_slices()
-        self.optimizer = SlicedAdamW(self._slices, self.config)
-        self._counted = self._model.first_copies(self._slices)
+        slices = self._model.owned_slices()
+        self.optimizer = SlicedAdamW(slices, self.config)
+        self._counted = self._model.first_copies(slices)
+        self._model.load(Path(self.config.hf_checkpoint), also=self.optimizer.take_master)
         self._scaler = LossScaler(self.config)
+        tier, reason = select_sleep_tier(
+            self.config.sleep_tier, device=self.device.type, preload=memory_saver_preloaded()
+        )
+        if self.rank == 0:
+            _LOG.info("sleep tier: %s (%s)", tier, reason)
+        self._sleeper = Sleeper(
+            tier,
+            weights=lambda: buffers.weight_buffers(self._model.chunks),
+            optimizer=self._optimizer_on_device,
+            gradients=lambda: buffers.gradient_buffers(self._model.chunks),
+            groups=self._all_groups,
+        )
         self.lifecycle.move("setup", State.AWAKE)
         return self.next_rollout_id
 
@@ -118,16 +138,32 @@ class MegatronBackend(TrainBackend):
         )
 
     def save_checkpoint(self, folder: Path) -> SaveHandle:
-        """See `TrainBackend.save_checkpoint`."""
+        """See `TrainBackend.save_checkpoint`; everything is written when this returns."""
+        self.lifecycle.require("save_checkpoint")
+        self.weights.require_policy("save_checkpoint")
         raise NotImplementedError
 
     def sleep(self, keep_weights: bool = False) -> None:
         """See `TrainBackend.sleep`."""
-        raise NotImplementedError
+        self.lifecycle.require("sleep")
+        if self.lifecycle.has_gradients:
+            raise IllegalStateError(
+                "sleep() is illegal while gradients are pending; it needs a backend whose last call was "
+                "optimizer_step()"
+            )
+        buffers.finish_gathering(self._model.chunks)
+        state = State.WEIGHTS_ONLY if keep_weights else State.ASLEEP
+        self._sleeper.enter(state)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.lifecycle.move("sleep", state)
 
     def wake_up(self, weights_only: bool = False) -> None:
         """See `TrainBackend.wake_up`."""
-        raise NotImplementedError
+        self.lifecycle.require("wake_up")
+        state = State.WEIGHTS_ONLY if weights_only else State.AWAKE
+        self._sleeper.enter(state)
+        self.lifecycle.move("wake_up", state)
 
     @property
     def batching(self) -> Batching:
@@ -141,15 +177,20 @@ class MegatronBackend(TrainBackend):
         """Return this rank's part of every weight by Megatron name, sharing its storage."""
         return self._model.locals()
 
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by before the backward pass; 1 unless fp16."""
+        return self._scaler.scale
+
     def close(self) -> None:
         """See `TrainBackend.close`."""
         super().close()
-        if self._owns_groups:
-            self._owns_groups = False
+        if self._all_groups is not None:
             destroy_groups()
-            dist.destroy_process_group()
+            self._all_groups.close()
+            self._all_groups = None
 
-    _owns_groups = False
+    _all_groups: RebuildableGroups | None = None
 
     def _make_groups(self) -> None:
         """Join the default group, with a deadline, and make all others."""
@@ -158,20 +199,14 @@ class MegatronBackend(TrainBackend):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         timeout = datetime.timedelta(minutes=self.config.distributed_timeout_minutes)
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        try:
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
-                rank=self.rank,
-                world_size=self.world_size,
-                timeout=timeout,
-            )
-        except (dist.DistError, RuntimeError, ValueError) as error:
-            raise DrivetrainError(
-                f"rank {self.rank} of {self.world_size} could not meet the others at {where} "
-                f"(MASTER_ADDR:MASTER_PORT) within {timeout}: {error}"
-            ) from error
-        self._owns_groups = True
+        self._all_groups = RebuildableGroups()
+        self._all_groups.install()
+        self._all_groups.init(
+            "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timeout,
+        )
         control = dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
         assert control is None or isinstance(control, dist.ProcessGroup)
         make_groups(self.config, chunks=self._model_chunks, timeout=timeout)
@@ -183,6 +218,11 @@ class MegatronBackend(TrainBackend):
             raise ConfigError(f"a frozen model was asked for, but {flag} is not given; give {flag} DIR")
         self._model.load(Path(folder))
         self.weights.backup(tag)
+
+    def _optimizer_on_device(self) -> dict[str, Tensor]:
+        """Leave out what an offload option keeps on the host already."""
+        state = self.optimizer.state()
+        return {name: one for name, one in state.items() if one.device.type == self.device.type}
 
     def _run(
         self, micro_batches: Sequence[MicroBatch], step_fn: StepFn, *, forward_only: bool

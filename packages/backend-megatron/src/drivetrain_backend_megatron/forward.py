@@ -47,7 +47,7 @@ def cut_batch(
         batch: the whole packed micro-batch.
         layout: of this rank.
         cp: the context-parallel group.
-        multiple: tokens that the ranks' part must be a multiple of; the tensor-parallel size under sequence parallelism.
+        multiple: what a rank's tokens are a multiple of: the tensor-parallel size under sequence parallelism.
         kernel: of attention.
         rotary: of the model.
     """

@@ -1,6 +1,6 @@
 """This rank's part of the model: chunks whose weights come from a folder, and the slices that its optimizer owns."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from drivetrain_backend_api.attention import Kernel, choose_kernel
 from drivetrain_backend_api.collectives import from_rank0, together
 from drivetrain_backend_api.log_probs import VocabShard
 from drivetrain_backend_api.parallel import ParallelLayout, ProcessGroups
+from drivetrain_backend_api.weights import ReplicaGroup
 from drivetrain_backend_megatron.architectures import ModelShape
 from drivetrain_backend_megatron.config import MegatronConfig
 from drivetrain_backend_megatron.core import buffers
@@ -68,18 +69,31 @@ class ModelPart:
         buffers.finish_gathering(self.chunks)
         return {name: one.data for name, one in self.parameters.items()}
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, also: Callable[[str, Tensor], None] | None = None) -> None:
         """Overwrite the weights with those of a Hugging Face folder of the same shape; collective.
+
+        Args:
+            folder: with safetensors.
+            also: called with each parameter's name and its values in float32, before they are rounded.
 
         Raises:
             DataError: the folder lacks something, or holds another model.
         """
         stored = from_rank0(lambda: find_hf(folder, self.shape), self.groups.control)
+        weights = self.locals()
+
+        def targets() -> Iterator[tuple[str, Tensor]]:
+            for name, weight in weights.items():
+                wide = torch.empty_like(weight, dtype=torch.float32)
+                yield name, wide  # filled before the next one is asked for
+                weight.copy_(wide)
+                if also is not None:
+                    also(name, wide)
 
         def read() -> None:
             load_hf(
                 stored,
-                self.locals().items(),
+                targets(),
                 self.shape,
                 tp_size=self.layout.tp_size,
                 tp_rank=self.layout.tp_rank,
@@ -87,6 +101,13 @@ class ModelPart:
             )
 
         together(read, self.groups.control)
+
+    def replicas(self, name: str) -> ReplicaGroup | None:
+        """Return the ranks that hold the same values of a parameter, None where this rank is alone."""
+        group = buffers.replicas_of(self.parameters[name])
+        if group.size() == 1:
+            return None
+        return ReplicaGroup(group=group, rank=group.rank(), size=group.size())
 
     def owned_slices(self) -> dict[str, OwnedSlice]:
         """Return the slices whose optimizer state this rank keeps, by global Megatron name."""

@@ -58,6 +58,16 @@ class SlicedAdamW:
         self._state = {name: {kind: self._make(kind, one.weight) for kind in KINDS} for name, one in slices.items()}
         self.take_weights()
 
+    def take_master(self, name: str, values: Tensor) -> None:
+        """Set a parameter's master to values that are more precise than the live weight.
+
+        Args:
+            name: of the parameter; passed over where this rank owns no slice of it.
+            values: float32, in the parameter's shape on this tensor-parallel rank.
+        """
+        if (one := self._slices.get(name)) is not None:
+            self._state[name]["main"].copy_(values.view(-1)[one.start : one.start + len(one.weight)])
+
     def take_weights(self) -> None:
         """Make the masters equal to the live weights, as after these were loaded."""
         for name, one in self._slices.items():
@@ -73,7 +83,7 @@ class SlicedAdamW:
                 one.weight.copy_(main)
 
     def state(self) -> dict[str, Tensor]:
-        """Return every tensor of the state under a name of its own: the live tensors, without masters that are weights."""
+        """Return every live tensor of the state under a name of its own, but for masters that are weights."""
         return {
             f"{kind}.{name}": kept
             for name, state in self._state.items()

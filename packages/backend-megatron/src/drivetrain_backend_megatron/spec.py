@@ -40,6 +40,14 @@ SPEC = BackendSpec(
     target="drivetrain_backend_megatron.backend:MegatronBackend",
     config_class=MegatronConfig,
     capabilities=CAPABILITIES,
+    neutral_options=(
+        {"recompute_granularity": "selective"},
+        {"recompute_granularity": "full"},
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+        {"overlap_grad_reduce": True, "overlap_param_gather": True},
+        {"make_vocab_size_divisible_by": 32},
+        {"num_layers_per_virtual_pipeline_stage": 1},
+    ),
     # above FSDP's: the default where both are installed
     preference=20,
     validate=validate,

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from drivetrain_backend_api.backend import TrainBackend
+from drivetrain_backend_api.discovery import TRAIN_BACKENDS, load_spec
 from drivetrain_backend_api.errors import DrivetrainError, WeightExportAbortedError
 from drivetrain_backend_api.packing import RolloutShard, pack
 from drivetrain_backend_api.parallel import Role
@@ -177,6 +179,15 @@ def save(backend: TrainBackend, folder: str, between: Sequence[Action] = ()) -> 
     handle.finalize()
 
 
+def exported_checkpoint(backend: TrainBackend, name: str, folder: str, model: str) -> dict[str, Tensor]:
+    """Turn a checkpoint into a Hugging Face folder in float32; its tensors. The backend itself is not set up."""
+    spec = load_spec(TRAIN_BACKENDS, name)
+    assert isinstance(spec, BackendSpec)
+    out = Path(folder).with_name(f"{Path(folder).name}-exported")
+    spec.load_export_checkpoint()(Path(folder), Path(model), out, dtype=torch.float32)
+    return {name: one for file in sorted(out.glob("*.safetensors")) for name, one in load_file(file).items()}
+
+
 def sleep(backend: TrainBackend, keep_weights: bool = False) -> str:
     """Go to sleep; returns the state."""
     backend.sleep(keep_weights=keep_weights)
@@ -298,6 +309,7 @@ ACTIONS: dict[str, Callable[..., Any]] = {
         export,
         abandon_export,
         save,
+        exported_checkpoint,
         sleep,
         wake,
         cycle,

@@ -193,7 +193,7 @@ def _choices(spec: BackendSpec, test: str) -> dict[str, tuple[list[Any], list[st
     cases = list(CASES[:1] if test == "test_options_keep_the_numbers" else CASES)
     return {
         "case": (cases, [one.name for one in cases]),
-        "neutral": (neutral, ["-".join(one) for one in neutral]),
+        "neutral": (neutral, ["-".join(_option_id(*pair) for pair in one.items()) for one in neutral]),
         "precision": (list(claimed.precisions), list(claimed.precisions)),
         "low_precision": (low, low),
         "frozen": (frozen, frozen),
@@ -203,6 +203,10 @@ def _choices(spec: BackendSpec, test: str) -> dict[str, tuple[list[Any], list[st
         "poison": (["nan", "inf"], ["nan", "inf"]),
         "unclaimed": (_unclaimed(claimed), _unclaimed(claimed)),
     }
+
+
+def _option_id(name: str, value: Any) -> str:
+    return name if value is True else f"{name}={value}"
 
 
 def _none(test: str, parameters: int) -> Any:
