@@ -4,6 +4,7 @@ Reads `config.json` files and nothing else of a model; never imports torch, tran
 """
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,20 @@ def model_findings(config: MegatronConfig, *, world_size: int | None = None) -> 
         shape = shape_of(table, path / "config.json")
     except (DataError, UnsupportedModelError) as error:
         return [f"--hf-checkpoint {error}"]
-    return layout_findings(shape, config, world_size=world_size) + same_shape_findings(shape, config)
+    return [
+        *_layer_findings(config),
+        *layout_findings(shape, config, world_size=world_size),
+        *same_shape_findings(shape, config),
+    ]
+
+
+def _layer_findings(config: MegatronConfig) -> list[str]:
+    if config.transformer_impl != "transformer_engine" or find_spec("transformer_engine") is not None:
+        return []
+    return [
+        "--transformer-impl transformer_engine: TransformerEngine is not installed; "
+        "pip install 'transformer-engine[pytorch]', or take --transformer-impl local"
+    ]
 
 
 def layout_findings(shape: ModelShape, config: MegatronConfig, *, world_size: int | None = None) -> list[str]:

@@ -1,10 +1,13 @@
 """What this backend says about itself. Never imports torch, transformers or Megatron."""
 
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from drivetrain_backend_api import BackendSpec, Capabilities, ProbeResult
 from drivetrain_backend_megatron.checks import validate
 from drivetrain_backend_megatron.config import MegatronConfig
+from drivetrain_backend_megatron.sleep import SleepTier, memory_saver_env
 
 CAPABILITIES = Capabilities(
     parallelism=("dp", "tp", "sp", "pp", "cp", "ep"),
@@ -19,8 +22,7 @@ CAPABILITIES = Capabilities(
 
 
 def probe() -> ProbeResult:
-    """Look for the heavy dependencies by their metadata."""
-    return ProbeResult(available=False, detail="not built yet; use --train-backend fsdp")
+    """Look for the heavy dependencies by their metadata, and say which layers are used."""
     found, missing = [], []
     for name in ("torch", "megatron-core", "transformers", "safetensors"):
         try:
@@ -31,7 +33,20 @@ def probe() -> ProbeResult:
         return ProbeResult(
             available=False, detail=f"{', '.join(missing)} not installed; pip install {' '.join(missing)}"
         )
-    return ProbeResult(available=True, detail=", ".join(found))
+    return ProbeResult(available=True, detail=f"{', '.join(found)}; {_layers()}")
+
+
+def _layers() -> str:
+    try:
+        found = version("transformer-engine")
+    except PackageNotFoundError:
+        return "layers: local (TransformerEngine is not installed)"
+    return f"layers: local (--transformer-impl transformer_engine takes those of TransformerEngine {found})"
+
+
+def worker_env(config: Any) -> Mapping[str, str]:
+    """Ask for torch-memory-saver's library in the worker where its tier of sleep was asked for."""
+    return memory_saver_env() if config.sleep_tier == SleepTier.MEMORY_SAVER else {}
 
 
 SPEC = BackendSpec(
@@ -52,4 +67,5 @@ SPEC = BackendSpec(
     preference=20,
     validate=validate,
     probe=probe,
+    worker_env=worker_env,
 )
