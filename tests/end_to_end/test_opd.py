@@ -30,7 +30,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory, sums: Path) -> Path:
     """The student with larger embeddings of its own, so that it likes some tokens, above all the last one again."""
     folder = Path(shutil.copytree(sums / "model", tmp_path_factory.mktemp("opd") / "teacher"))
     model = AutoModelForCausalLM.from_pretrained(folder)
-    embeddings = model.get_input_embeddings().weight
+    embeddings: torch.Tensor = model.get_input_embeddings().weight
     with torch.no_grad():
         embeddings.add_(0.06 * torch.randn(embeddings.shape, generator=torch.Generator().manual_seed(11)))
     model.save_pretrained(folder)
@@ -76,9 +76,11 @@ def test_a_student_comes_close_to_its_teacher(
 def test_a_teacher_and_a_reward_teach_together_over_several_steps(
     backend: str, drivetrain: Command, tmp_path: Path, sums: Path, teacher: Path
 ) -> None:
-    more = ("--opd-reward-coef", "0.5", "--opd-kl-coef", "0.5", "--label-key", "answer", "--reward", "mine:twos")
-    more += ("--n-samples-per-prompt", "4", "--global-batch-size", "64", "--num-rollout", "4", "--save", "RUN")
-    more += ("--use-kl-loss", "--ref-load", str(sums / "model"))
+    more = [
+        *("--opd-reward-coef", "0.5", "--opd-kl-coef", "0.5", "--label-key", "answer", "--reward", "mine:twos"),
+        *("--n-samples-per-prompt", "4", "--global-batch-size", "64", "--num-rollout", "4", "--save", "RUN"),
+        *("--use-kl-loss", "--ref-load", str(sums / "model")),
+    ]
     (tmp_path / "mine.py").write_text("def twos(sample):\n    return sample.response.count('2')\n")
     finished = drivetrain(*words(backend, sums, teacher, *more), folder=tmp_path)
     assert finished.code == 0, finished.output
