@@ -32,7 +32,7 @@ class MegatronConfig(TrainConfig):
     )
     transformer_impl: str = option(
         "auto",
-        help="layers of TransformerEngine, or our own on plain torch; auto takes the former where installed",
+        help="linear layers of Megatron's own (local, and what auto takes) or of TransformerEngine (never run so far)",
         choices=("auto", "local", "transformer_engine"),
     )
     experimental_diffusion: bool = option(False, help="train a diffusion model (experimental, not built)")

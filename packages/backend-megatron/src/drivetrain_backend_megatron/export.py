@@ -31,7 +31,10 @@ class _Export:
         self._weights = model.locals()
         pp_size = model.layout.pp_size
         staged = sorted(
-            ((stage_of(one, model.shape, pp_size=pp_size, chunks=model.num_chunks), one) for one in places(model.shape)),
+            (
+                (stage_of(one, model.shape, pp_size=pp_size, chunks=model.num_chunks), one)
+                for one in places(model.shape)
+            ),
             key=lambda pair: pair[0],
         )
         self._place_of = {name: place for _, place in staged for name, _ in place.hf}
