@@ -11,11 +11,11 @@ import shutil
 import sys
 import time
 import traceback
-import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
+from checkpoint_values import KINDS, NEXT_ROLLOUT, STEPS, hf_values
 
 import drivetrain_backend_megatron.core  # noqa: F401 - patches what Megatron must be imported with
 
@@ -37,8 +37,6 @@ from drivetrain_backend_megatron.core.model import named_parameters, transformer
 from drivetrain_backend_megatron.name_map import place_of, to_local
 
 DEADLINE = 100.0
-STEPS, NEXT_ROLLOUT = 7, 5
-KINDS = ("main", "exp_avg", "exp_avg_sq")
 
 
 def expected(kind: str, name: str, backend: MegatronBackend) -> Tensor:
@@ -53,12 +51,6 @@ def expected(kind: str, name: str, backend: MegatronBackend) -> Tensor:
         tp_rank=part.layout.tp_rank,
         padded_vocab=part.padded_vocab,
     )
-
-
-def hf_values(kind: str, name: str, size: tuple[int, ...]) -> Tensor:
-    """What a whole Hugging Face tensor must hold."""
-    values = torch.randn(size, generator=torch.Generator().manual_seed(zlib.crc32(f"{kind} {name}".encode())))
-    return values.abs() if kind == "exp_avg_sq" else values
 
 
 def fill(backend: MegatronBackend) -> None:
@@ -110,6 +102,8 @@ def save(backend: MegatronBackend, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def load(backend: MegatronBackend, job: dict[str, Any]) -> dict[str, Any]:
+    if "damage" in job:
+        damage(backend, job)
     torch.manual_seed(1)
     try:
         rollout = load_checkpoint(
@@ -132,6 +126,17 @@ def load(backend: MegatronBackend, job: dict[str, Any]) -> dict[str, Any]:
             backend, weights_only=job.get("weights_only", False), stored=getattr(torch, job.get("stored", "bfloat16"))
         ),
     }
+
+
+def damage(backend: MegatronBackend, job: dict[str, Any]) -> None:
+    """Copy a checkpoint and change one byte of the last file of tensors."""
+    if backend.rank == 0:
+        folder = Path(shutil.copytree(Path(job["folder"]).with_name(job["damage"]), job["folder"]))
+        shard = sorted((folder / "dcp").glob("*.distcp"))[-1]
+        content = bytearray(shard.read_bytes())
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content)
+    torch.distributed.barrier()
 
 
 def make_plain(backend: MegatronBackend) -> nn.Module:

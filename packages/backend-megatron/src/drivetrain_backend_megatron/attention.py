@@ -1,8 +1,8 @@
 """What happens between the projections of a layer: rotary positions, context parallelism, packed causal attention.
 
-Works on one rank's tokens [T, heads, size]. Context parallelism gives each rank a run of consecutive tokens of the packed
-batch; attention trades tokens for heads and back by two all-to-alls (DeepSpeed-Ulysses, arXiv:2309.14509), so that each
-rank attends over whole sequences with some of the heads. Knows no Megatron class.
+Works on one rank's tokens [T, heads, size]. Context parallelism gives each rank a run of consecutive tokens of the
+packed batch; attention trades tokens for heads and back by two all-to-alls (DeepSpeed-Ulysses, arXiv:2309.14509), so
+that each rank attends over whole sequences with some of the heads. Knows no Megatron class.
 """
 
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedTo
 
 
 def rotate(heads: Tensor, packed: PackedTokens) -> Tensor:
-    """Apply rotary position embedding (RoFormer, arXiv:2104.09864) to [T, heads, size], halves as Hugging Face has them."""
+    """Rotate [T, heads, size] by position (RoFormer, arXiv:2104.09864), halves as Hugging Face has them."""
     cos, sin = packed.cos.to(heads.dtype), packed.sin.to(heads.dtype)
     first, second = heads.chunk(2, dim=-1)
     return heads * cos + torch.cat((-second, first), dim=-1) * sin
@@ -65,7 +65,7 @@ def tokens_to_heads(tensors: tuple[Tensor, ...], group: dist.ProcessGroup) -> li
     for one in tensors:
         if one.shape[1] % ranks:
             one = one.repeat_interleave(ranks // one.shape[1], dim=1)
-        blocks.append(one.unflatten(1, (ranks, -1)).transpose(0, 1))
+        blocks.append(one.reshape(len(one), ranks, -1, one.shape[-1]).transpose(0, 1))
     widths = [one.shape[2] for one in blocks]
     mixed = _AllToAll.apply(torch.cat(blocks, dim=2), group)
     return list(mixed.flatten(0, 1).split(widths, dim=1))
@@ -73,7 +73,7 @@ def tokens_to_heads(tensors: tuple[Tensor, ...], group: dist.ProcessGroup) -> li
 
 def heads_to_tokens(heads: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Undo `tokens_to_heads` for one tensor: [T, H / cp, D] -> [T / cp, H, D]."""
-    parts: Tensor = _AllToAll.apply(heads.unflatten(0, (group.size(), -1)), group)
+    parts: Tensor = _AllToAll.apply(heads.reshape(group.size(), -1, *heads.shape[1:]), group)
     return parts.transpose(0, 1).flatten(1, 2)
 
 

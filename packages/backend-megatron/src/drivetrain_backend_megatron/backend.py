@@ -25,7 +25,7 @@ from drivetrain_backend_api.packing import Batching
 from drivetrain_backend_api.process_groups import RebuildableGroups
 from drivetrain_backend_api.schedule import LossScaler, learning_rate, require_decay_iters
 from drivetrain_backend_api.weights import Holders, WeightExport, WeightManager
-from drivetrain_backend_megatron import export
+from drivetrain_backend_megatron import checkpoint, export
 from drivetrain_backend_megatron.architectures import read_shape
 from drivetrain_backend_megatron.checks import model_findings
 from drivetrain_backend_megatron.config import MegatronConfig
@@ -60,7 +60,7 @@ class MegatronBackend(TrainBackend):
             raise ConfigError("\n".join(findings))
         shape = read_shape(Path(self.config.hf_checkpoint))
         self._model_chunks = self.config.model_chunks(shape.num_layers)
-        self._make_groups()
+        all_groups = self._make_groups()
         self._model = build_model(
             shape,
             self.config,
@@ -79,8 +79,18 @@ class MegatronBackend(TrainBackend):
         slices = self._model.owned_slices()
         self.optimizer = SlicedAdamW(slices, self.config)
         self._counted = self._model.first_copies(slices)
-        self._model.load(Path(self.config.hf_checkpoint), also=self.optimizer.take_master)
         self._scaler = LossScaler(self.config)
+        if self.config.load is None:
+            self._model.load(Path(self.config.hf_checkpoint), also=self.optimizer.take_master)
+        else:
+            self.next_rollout_id = checkpoint.load_checkpoint(
+                Path(self.config.load),
+                self._model,
+                self.optimizer,
+                self._scaler,
+                device=self.device,
+                control=self.groups.control,
+            )
         tier, reason = select_sleep_tier(
             self.config.sleep_tier, device=self.device.type, preload=memory_saver_preloaded()
         )
@@ -91,7 +101,7 @@ class MegatronBackend(TrainBackend):
             weights=lambda: buffers.weight_buffers(self._model.chunks),
             optimizer=self._optimizer_on_device,
             gradients=lambda: buffers.gradient_buffers(self._model.chunks),
-            groups=self._all_groups,
+            groups=all_groups,
         )
         self.lifecycle.move("setup", State.AWAKE)
         return self.next_rollout_id
@@ -141,7 +151,17 @@ class MegatronBackend(TrainBackend):
         """See `TrainBackend.save_checkpoint`; everything is written when this returns."""
         self.lifecycle.require("save_checkpoint")
         self.weights.require_policy("save_checkpoint")
-        raise NotImplementedError
+        buffers.finish_gathering(self._model.chunks)
+        checkpoint.save_checkpoint(
+            folder,
+            self._model,
+            self.optimizer,
+            self._scaler,
+            next_rollout_id=self.next_rollout_id,
+            device=self.device,
+            control=self.groups.control,
+        )
+        return SaveHandle()
 
     def sleep(self, keep_weights: bool = False) -> None:
         """See `TrainBackend.sleep`."""
@@ -192,7 +212,7 @@ class MegatronBackend(TrainBackend):
 
     _all_groups: RebuildableGroups | None = None
 
-    def _make_groups(self) -> None:
+    def _make_groups(self) -> RebuildableGroups:
         """Join the default group, with a deadline, and make all others."""
         if dist.is_initialized():
             raise IllegalStateError("setup() needs a process without process groups; close() the earlier backend first")
@@ -212,6 +232,7 @@ class MegatronBackend(TrainBackend):
         make_groups(self.config, chunks=self._model_chunks, timeout=timeout)
         self.parallel = layout(str(self.device))
         self.groups = groups(control)
+        return self._all_groups
 
     def _load_tag(self, tag: str, flag: str, folder: str | None) -> None:
         if folder is None:

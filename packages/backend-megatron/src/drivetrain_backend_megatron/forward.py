@@ -1,7 +1,7 @@
 """Micro-batches as this rank's part of the model reads them, and what the algorithm gets to see of the output.
 
 A packed batch is padded at its end until it divides over context-parallel and sequence-parallel ranks; each
-context-parallel rank holds a run of consecutive tokens. Padding is a sequence of its own and is cut off before the head.
+context-parallel rank holds a run of consecutive tokens. Padding is a sequence of its own, cut off before the head.
 """
 
 from dataclasses import dataclass, replace

@@ -8,9 +8,9 @@ from enum import StrEnum
 from pathlib import Path
 
 from drivetrain_backend_api.errors import DataError
+from drivetrain_backend_megatron.checks import is_hf_folder
 
 _LATEST = "latest_checkpointed_iteration.txt"
-_HF_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
 class LoadKind(StrEnum):
@@ -55,11 +55,6 @@ def find_source(folder: Path) -> LoadSource:
         "trainer_state.json), a torch_dist checkpoint of Megatron-LM (with .metadata, or with "
         f"{_LATEST}), or a Hugging Face model folder (with config.json and safetensors files)"
     )
-
-
-def is_hf_folder(folder: Path) -> bool:
-    """Say whether a folder looks like a Hugging Face model: a configuration, and safetensors weights beside it."""
-    return (folder / "config.json").is_file() and any((folder / name).is_file() for name in _HF_WEIGHTS)
 
 
 def _megatron_folder(folder: Path) -> Path | None:

@@ -172,4 +172,4 @@ class SlicedAdamW:
 
 
 def _pieces(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    yield from zip(*(one.split(_CHUNK) for one in tensors))
+    yield from zip(*(torch.split(one, _CHUNK) for one in tensors))

@@ -1,4 +1,4 @@
-"""Rotary frequencies by Hugging Face's own rules (linear, llama3, yarn, longrope), and their angles at given positions.
+"""Rotary frequencies by Hugging Face's own rules (linear, llama3, yarn), and their angles at given positions.
 
 Knows no model and no rank.
 """
@@ -19,7 +19,7 @@ class Rotary:
 
     Attributes:
         inverse_frequencies: float32 [D / 2].
-        scaling: factor on cosine and sine (yarn, longrope); 1 otherwise.
+        scaling: factor on cosine and sine (yarn); 1 otherwise.
     """
 
     inverse_frequencies: Tensor

@@ -53,9 +53,13 @@ def _slices_of_chunk(chunk: DistributedDataParallel) -> Iterator[tuple[nn.Parame
 
 def replicas_of(parameter: nn.Parameter) -> dist.ProcessGroup:
     """Return the ranks that hold the same values of a parameter, over which its optimizer state is cut."""
-    if getattr(parameter, "allreduce", True):
-        return parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return parallel_state.get_expert_data_parallel_group()
+    is_dense = getattr(parameter, "allreduce", True)
+    group: dist.ProcessGroup = (
+        parallel_state.get_data_parallel_group(with_context_parallel=True)
+        if is_dense
+        else parallel_state.get_expert_data_parallel_group()
+    )
+    return group
 
 
 def gather_weights(chunks: Chunks) -> None:
