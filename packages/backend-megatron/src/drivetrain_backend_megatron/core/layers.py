@@ -1,5 +1,6 @@
 """Layers without Transformer Engine: norm, attention core, and the specs that put them into Megatron's own modules."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,9 +91,6 @@ def _layer_spec(config: TransformerConfig, shape: ModelShape, *, sparse: bool) -
             k_layernorm=qk_norm,
         ),
     )
-    dense = ModuleSpec(
-        module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    )
     moe = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts) if sparse else None
     return ModuleSpec(
         module=TransformerLayer,
@@ -101,7 +99,15 @@ def _layer_spec(config: TransformerConfig, shape: ModelShape, *, sparse: bool) -
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=moe or dense,
+            mlp=moe or _dense_mlp(),
             mlp_bda=get_bias_dropout_add,
         ),
     )
+
+
+def _dense_mlp() -> Any:
+    submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    # a layer takes a builder since it has this method; the spec goes away with megatron-core 0.17
+    if hasattr(MLP, "as_mlp_submodule"):
+        return partial(MLP.as_mlp_submodule, submodules=submodules)
+    return ModuleSpec(module=MLP, submodules=submodules)
