@@ -69,6 +69,9 @@ class MegatronBackend(TrainBackend):
             layout=self.parallel,
             groups=self.groups,
         )
+        slices = self._model.owned_slices()
+        self.optimizer = SlicedAdamW(slices, self.config)
+        self._counted = self._model.first_copies(slices)
         self.weights = WeightManager(self._model.locals, replicas=self._model.replicas)
         for tag, wanted, flag, folder in (
             ("ref", with_ref, "--ref-load", self.config.ref_load),
@@ -76,9 +79,6 @@ class MegatronBackend(TrainBackend):
         ):
             if wanted:
                 self._load_tag(tag, flag, folder)
-        slices = self._model.owned_slices()
-        self.optimizer = SlicedAdamW(slices, self.config)
-        self._counted = self._model.first_copies(slices)
         self._scaler = LossScaler(self.config)
         if self.config.load is None:
             self._model.load(Path(self.config.hf_checkpoint), also=self.optimizer.take_master)
@@ -237,8 +237,12 @@ class MegatronBackend(TrainBackend):
     def _load_tag(self, tag: str, flag: str, folder: str | None) -> None:
         if folder is None:
             raise ConfigError(f"a frozen model was asked for, but {flag} is not given; give {flag} DIR")
-        self._model.load(Path(folder))
+        # through the live weights, which the policy's follow
+        checkpoint.load_weights(Path(folder), flag, self._model, self.optimizer, control=self.groups.control)
         self.weights.backup(tag)
+        if self.rank == 0:
+            mib = self.weights.host_bytes(tag) / 2**20
+            _LOG.info("%s: %.1f MiB of host memory on each rank (%s %s)", tag, mib, flag, folder)
 
     def _optimizer_on_device(self) -> dict[str, Tensor]:
         """Leave out what an offload option keeps on the host already."""

@@ -144,8 +144,30 @@ def load_checkpoint(
     if source.kind is LoadKind.HUGGING_FACE:
         part.load(source.folder, also=optimizer.take_master)
         return 0
-    _load_tensors(source, part, optimizer, control)
+    _load_tensors(source, part, optimizer, control, moments=False)
     return 0
+
+
+def load_weights(
+    folder: Path, flag: str, part: ModelPart, optimizer: SlicedAdamW, *, control: dist.ProcessGroup | None
+) -> None:
+    """Read the weights alone, of any of the kinds that `--load` takes, into the live ones; collective.
+
+    Args:
+        folder: what `flag` names.
+        flag: for messages.
+        part: the model; its weights are overwritten.
+        optimizer: its masters are overwritten too.
+        control: a CPU group of all ranks.
+
+    Raises:
+        DataError: nothing to load, something damaged or of another model.
+    """
+    source = together(lambda: find_source(folder, flag), control)
+    if source.kind is LoadKind.HUGGING_FACE:
+        part.load(source.folder, also=optimizer.take_master)
+    else:
+        _load_tensors(source, part, optimizer, control, moments=False)
 
 
 def export_checkpoint(folder: Path, hf_checkpoint: Path, out: Path, dtype: torch.dtype | None = None) -> None:
@@ -360,7 +382,7 @@ def _load_own(
             f"{folder}: ranks see different checkpoints (next rollout ids {gathered(state.next_rollout_id, control)}); "
             "--load must name a folder that all nodes share"
         )
-    _load_tensors(LoadSource(kind=LoadKind.DRIVETRAIN, folder=folder), part, optimizer, control)
+    _load_tensors(LoadSource(kind=LoadKind.DRIVETRAIN, folder=folder), part, optimizer, control, moments=True)
     optimizer.steps = state.optimizer_steps
     if scaler.enabled:
         scaler.scale, scaler.good_steps = state.loss_scale, state.loss_scale_good_steps
@@ -371,9 +393,14 @@ def _load_own(
 
 @torch.no_grad()
 def _load_tensors(
-    source: LoadSource, part: ModelPart, optimizer: SlicedAdamW, control: dist.ProcessGroup | None
+    source: LoadSource,
+    part: ModelPart,
+    optimizer: SlicedAdamW,
+    control: dist.ProcessGroup | None,
+    *,
+    moments: bool,
 ) -> None:
-    """Fill this rank's slices, then spread the weights; of Megatron-LM's checkpoints the weights alone."""
+    """Fill this rank's slices, then spread the weights; Adam's moments only where they are wanted."""
     own = source.kind is LoadKind.DRIVETRAIN
     tensors = TENSORS if own else ""
     slices = part.owned_slices()
@@ -381,11 +408,11 @@ def _load_tensors(
     def plan() -> tuple[Metadata, list[Piece]]:
         metadata = read_metadata(source.folder, tensors)
         model = StoredModel.of(source.folder, metadata, part.shape)
-        _say_casts(model, slices, optimizer, part, own=own)
+        _say_casts(model, slices, optimizer, part, own=own, moments=moments)
         return metadata, [
             piece
             for name, one in slices.items()
-            for piece in _pieces_to_read(model, part, optimizer, name, one, moments=own)
+            for piece in _pieces_to_read(model, part, optimizer, name, one, own=own, moments=moments)
         ]
 
     metadata, pieces = together(plan, control)
@@ -398,14 +425,14 @@ def _load_tensors(
 
 
 def _pieces_to_read(
-    model: StoredModel, part: ModelPart, optimizer: SlicedAdamW, name: str, own: OwnedSlice, *, moments: bool
+    model: StoredModel, part: ModelPart, optimizer: SlicedAdamW, name: str, one: OwnedSlice, *, own: bool, moments: bool
 ) -> Iterator[Piece]:
     place, state = place_of(name, part.shape), optimizer.slice_state(name)
     # weights are made from the masters afterwards, where they are not the masters themselves
-    yield from _pieces(part, place, own, model.find_weight(place, masters=moments), "", state["main"])
+    yield from _pieces(part, place, one, model.find_weight(place, masters=own), "", state["main"])
     if moments:
         for kind in _MOMENTS:
-            yield from _pieces(part, place, own, model.find_moment(place, kind), "", state[kind])
+            yield from _pieces(part, place, one, model.find_moment(place, kind), "", state[kind])
 
 
 def _zero_padding(part: ModelPart, optimizer: SlicedAdamW, slices: Mapping[str, OwnedSlice]) -> None:
@@ -419,7 +446,7 @@ def _zero_padding(part: ModelPart, optimizer: SlicedAdamW, slices: Mapping[str, 
 
 
 def _say_casts(
-    model: StoredModel, slices: Mapping[str, OwnedSlice], optimizer: SlicedAdamW, part: ModelPart, *, own: bool
+    model: StoredModel, slices: Mapping[str, OwnedSlice], optimizer: SlicedAdamW, part: ModelPart, *, own: bool, moments: bool
 ) -> None:
     if part.layout.rank != 0:
         return
@@ -427,7 +454,7 @@ def _say_casts(
     for name in slices:
         place, state = place_of(name, part.shape), optimizer.slice_state(name)
         kinds = {"main": model.find_weight(place, masters=own)}
-        if own:
+        if moments:
             kinds |= {kind: model.find_moment(place, kind) for kind in _MOMENTS}
         found |= {(kind, model.dtypes[one.key], state[kind].dtype) for kind, one in kinds.items()}
     casts = [f"{kind} from {there} to {here}" for kind, there, here in sorted(found, key=str) if there != here]

@@ -38,7 +38,7 @@ def kind_of(folder: Path) -> LoadKind:
     return find_source(folder).kind
 
 
-def find_source(folder: Path) -> LoadSource:
+def find_source(folder: Path, flag: str = "--load") -> LoadSource:
     """Look for something to load in a folder.
 
     Raises:
@@ -51,7 +51,7 @@ def find_source(folder: Path) -> LoadSource:
     if is_hf_folder(folder):
         return LoadSource(kind=LoadKind.HUGGING_FACE, folder=folder)
     raise DataError(
-        f"--load {folder} holds nothing to load; give a checkpoint of a run of the megatron backend (with "
+        f"{flag} {folder} holds nothing to load; give a checkpoint of a run of the megatron backend (with "
         "trainer_state.json), a torch_dist checkpoint of Megatron-LM (with .metadata, or with "
         f"{_LATEST}), or a Hugging Face model folder (with config.json and safetensors files)"
     )

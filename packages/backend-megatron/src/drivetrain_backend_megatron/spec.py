@@ -68,4 +68,6 @@ SPEC = BackendSpec(
     validate=validate,
     probe=probe,
     worker_env=worker_env,
+    export_checkpoint="drivetrain_backend_megatron.checkpoint:export_checkpoint",
+    check_checkpoint="drivetrain_backend_megatron.checkpoint_files:check_checkpoint",
 )
