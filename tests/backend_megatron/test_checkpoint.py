@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 # Ranks run as a script of this folder.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from checkpoint_values import KINDS, NEXT_ROLLOUT, STEPS, hf_values
+from checkpoint_values import NEXT_ROLLOUT, STEPS, hf_values
 
 from drivetrain_backend_api.checkpoint_files import read_metadata
 from drivetrain_backend_api.errors import DataError
@@ -65,6 +65,9 @@ LOADS: Mapping[str, tuple[str, int, dict[str, Any]]] = {
     "mixed-alone": ("mixed", 1, {}),
 }
 """Name of a load -> checkpoint, ranks and layout that read it."""
+
+
+pytestmark = pytest.mark.slow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +160,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
             stdout=log,
             stderr=log,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
-            timeout=500,
+            timeout=280,
             check=True,
         )
     return Launch(root=root, models=models)
@@ -301,10 +304,3 @@ def test_what_is_whole_is_found_whole_and_what_is_not_is_named(launch: Launch, t
     (found,) = check_checkpoint(ours, world_size=4)
     assert found.startswith(f"{ours} was written by the fsdp backend, and megatron cannot read it")
     assert "drivetrain export" in found
-
-
-def test_what_is_compared_is_all_there_is() -> None:
-    assert KINDS == ("main", "exp_avg", "exp_avg_sq")
-    from drivetrain_backend_megatron import optimizer
-
-    assert optimizer.KINDS == KINDS

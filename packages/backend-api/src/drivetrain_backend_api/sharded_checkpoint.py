@@ -155,7 +155,7 @@ def write_pieces(folder: Path, pieces: Sequence[Piece], group: dist.ProcessGroup
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Plans to write pieces; that they make up whole tensors is checked by its base."""
+    """Plans to write pieces; its base checks that they do not overlap."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -164,6 +164,11 @@ class _SavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         self.plan = SavePlan([_write_item(one) for one in self._pieces.values()])
         return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        # before the base drops what two ranks write alike
+        _require_whole([item for plan in all_plans for item in plan.items])
+        return super().create_global_plan(all_plans)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         index = write_item.index
@@ -180,6 +185,19 @@ def _write_item(piece: Piece) -> WriteItem:
             size=torch.Size(piece.shape),
         ),
     )
+
+
+def _require_whole(items: Sequence[WriteItem]) -> None:
+    sizes: dict[str, int] = {}
+    written: dict[str, int] = {}
+    for item in items:
+        assert item.tensor_data is not None
+        key = item.index.fqn
+        sizes[key] = math.prod(item.tensor_data.size)
+        written[key] = written.get(key, 0) + math.prod(item.tensor_data.chunk.sizes)
+    for key, size in sizes.items():
+        if written[key] != size:
+            raise DrivetrainError(f"of the {size} elements of tensor {key!r} all ranks together hold {written[key]}")
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
