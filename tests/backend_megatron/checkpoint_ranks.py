@@ -31,7 +31,7 @@ from drivetrain_backend_api.errors import DrivetrainError
 from drivetrain_backend_api.parallel import Role
 from drivetrain_backend_megatron.architectures import ModelShape
 from drivetrain_backend_megatron.backend import MegatronBackend
-from drivetrain_backend_megatron.checkpoint import load_checkpoint, save_checkpoint
+from drivetrain_backend_megatron.checkpoint import load_checkpoint, load_weights, save_checkpoint
 from drivetrain_backend_megatron.config import MegatronConfig
 from drivetrain_backend_megatron.core.model import named_parameters, transformer_config
 from drivetrain_backend_megatron.name_map import place_of, to_local
@@ -128,6 +128,16 @@ def load(backend: MegatronBackend, job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def load_reference(backend: MegatronBackend, job: dict[str, Any]) -> dict[str, Any]:
+    """Weights alone, of whatever kind of folder."""
+    part, control = backend._model, backend.groups.control
+    try:
+        load_weights(Path(job["folder"]), "--ref-load", part, backend.optimizer, control=control)
+    except DrivetrainError as error:
+        return {"error": str(error)}
+    return {"differences": differences(backend, weights_only=True, stored=getattr(torch, job["stored"]))}
+
+
 def damage(backend: MegatronBackend, job: dict[str, Any]) -> None:
     """Copy a checkpoint and change one byte of the last file of tensors."""
     if backend.rank == 0:
@@ -198,7 +208,13 @@ def load_plain(backend: MegatronBackend, job: dict[str, Any]) -> dict[str, Any]:
     return {"differences": wrong}
 
 
-ACTIONS = {"save": save, "load": load, "save_plain": save_plain, "load_plain": load_plain}
+ACTIONS = {
+    "save": save,
+    "load": load,
+    "load_reference": load_reference,
+    "save_plain": save_plain,
+    "load_plain": load_plain,
+}
 
 
 def run_rank(job: dict[str, Any], rank: int, out: Path) -> None:

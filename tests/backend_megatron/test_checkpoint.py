@@ -151,6 +151,8 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     add("another-plain-model", "load", "plain-mixed", 1, {}, "moe")
     add("nothing", "load", "nothing", 1, {}, "dense")
     add("damaged", "load", "damaged", 2, {}, "dense", damage="dense")
+    for folder, stored in (("dense", "float32"), ("plain-dense", "bfloat16"), ("nothing", "float32")):
+        add(f"reference-{folder}", "load_reference", folder, 2, {TP: 2}, "dense", stored=stored)
     (root / "nothing").mkdir()
     (root / "jobs.json").write_text(json.dumps(jobs))
     with (root / "log").open("w") as log:
@@ -183,6 +185,15 @@ def test_a_checkpoint_of_megatron_gives_the_weights_under_another_layout(launch:
 
 def test_megatron_reads_what_we_write(launch: Launch) -> None:
     assert [one["differences"] for one in launch.found("into-plain")] == [[], []]
+
+
+def test_a_reference_takes_the_weights_alone_of_either_kind(launch: Launch) -> None:
+    for folder in ("dense", "plain-dense"):
+        assert launch.found(f"reference-{folder}") == [{"differences": []}] * 2
+    assert all(
+        one["error"].startswith(f"--ref-load {launch.root / 'nothing'} holds nothing to load")
+        for one in launch.found("reference-nothing")
+    )
 
 
 def test_a_hugging_face_folder_gives_the_weights(launch: Launch) -> None:

@@ -166,8 +166,10 @@ def load_weights(
     source = together(lambda: find_source(folder, flag), control)
     if source.kind is LoadKind.HUGGING_FACE:
         part.load(source.folder, also=optimizer.take_master)
-    else:
-        _load_tensors(source, part, optimizer, control, moments=False)
+        return
+    if source.kind is LoadKind.DRIVETRAIN:
+        together(lambda: _verified_state(source.folder, part), control)
+    _load_tensors(source, part, optimizer, control, moments=False)
 
 
 def export_checkpoint(folder: Path, hf_checkpoint: Path, out: Path, dtype: torch.dtype | None = None) -> None:
@@ -371,12 +373,7 @@ def _load_own(
     rank, ranks = part.layout.rank, part.layout.world_size
     facts = layout_facts(part)
 
-    def look() -> TrainerState:
-        state = read_state(folder, BACKEND)
-        verify_checksums(folder, rank, ranks, same_ranks=state.same_layout(ranks, facts))
-        return state
-
-    state = together(look, control)
+    state = together(lambda: _verified_state(folder, part), control)
     if len(set(gathered(state.next_rollout_id, control))) > 1:
         raise DataError(
             f"{folder}: ranks see different checkpoints (next rollout ids {gathered(state.next_rollout_id, control)}); "
@@ -389,6 +386,13 @@ def _load_own(
     if state.same_layout(ranks, facts):
         together(lambda: _restore_random_state(rng_file(folder, rank), device), control)
     return state.next_rollout_id
+
+
+def _verified_state(folder: Path, part: ModelPart) -> TrainerState:
+    rank, ranks = part.layout.rank, part.layout.world_size
+    state = read_state(folder, BACKEND)
+    verify_checksums(folder, rank, ranks, same_ranks=state.same_layout(ranks, layout_facts(part)))
+    return state
 
 
 @torch.no_grad()
@@ -446,7 +450,13 @@ def _zero_padding(part: ModelPart, optimizer: SlicedAdamW, slices: Mapping[str, 
 
 
 def _say_casts(
-    model: StoredModel, slices: Mapping[str, OwnedSlice], optimizer: SlicedAdamW, part: ModelPart, *, own: bool, moments: bool
+    model: StoredModel,
+    slices: Mapping[str, OwnedSlice],
+    optimizer: SlicedAdamW,
+    part: ModelPart,
+    *,
+    own: bool,
+    moments: bool,
 ) -> None:
     if part.layout.rank != 0:
         return
