@@ -245,8 +245,8 @@ def test_a_plugin_cannot_take_the_launchers_own_flags(name: str) -> None:
         Surface(backend=chosen.backend, engine=chosen.engine, algorithm=greedy)
 
 
-def test_an_unavailable_backend_is_not_chosen_by_itself() -> None:
-    assert read_request(REQUIRED, {}).surface.backend.name == "fsdp"
+def test_the_backend_that_is_preferred_is_chosen_by_itself() -> None:
+    assert read_request(REQUIRED, {}).surface.backend.name == "megatron"
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -363,14 +363,6 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
         "--prompt-data is required: training prompts, .jsonl or .parquet",
         "--save is required: folder of the run: checkpoints, metrics, configuration",
         "give --num-rollout N or --num-epoch N",
-    ]
-
-
-def test_the_unbuilt_backend_is_refused_before_anything_else() -> None:
-    found = refusal(["--train-backend", "megatron", *REQUIRED])
-    assert found == [
-        "--train-backend megatron: the Megatron backend is not built yet; use --train-backend fsdp "
-        "(pip install drivetrain-backend-fsdp)"
     ]
 
 

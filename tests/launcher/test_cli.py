@@ -88,15 +88,6 @@ def test_each_finding_has_its_line_and_the_exit_code_is_2() -> None:
     ]
 
 
-def test_the_megatron_backend_is_refused_with_what_to_use() -> None:
-    done = drivetrain("train", "--train-backend", "megatron")
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[0] == (
-        "drivetrain: error: --train-backend megatron: the Megatron backend is not built yet; "
-        "use --train-backend fsdp (pip install drivetrain-backend-fsdp)"
-    )
-
-
 def test_print_config_starts_nothing_and_reads_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

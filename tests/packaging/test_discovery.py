@@ -92,11 +92,16 @@ def test_two_distributions_with_one_name_are_an_error(site: Any) -> None:
     assert "backend-jax" in message
 
 
-def test_the_unbuilt_backend_says_what_to_use(site: Any) -> None:
-    kind, message, cause = site.python(LOAD.format(name="megatron"))
-    assert kind == "PluginImportError"
-    assert "use --train-backend fsdp" in message
-    assert cause.startswith("DrivetrainError('the Megatron backend is not built yet")
+def test_the_backend_that_is_preferred_among_the_available_ones_is_the_default(site: Any) -> None:
+    select = (
+        "import json; from drivetrain_backend_api import select_backend; print(json.dumps(select_backend(None).name))"
+    )
+    assert site.python(select) == "megatron"
+    absent = "lambda: ProbeResult(available=False, detail='no such chip')"
+    site.install("backend-tpu", module="tpu_spec", name="tpu", code=spec_code("tpu", preference="99", probe=absent))
+    assert site.python(select) == "megatron"
+    site.install("backend-jax", module="jax_spec", name="jax", code=spec_code("jax", preference="99"))
+    assert site.python(select) == "jax"
 
 
 def test_two_parties_that_set_one_variable_differently_are_an_error() -> None:
@@ -121,7 +126,7 @@ def test_backends_lists_broken_ones_beside_those_that_work(site: Any) -> None:
     assert {name: row["available"] for name, row in rows.items()} == {
         "bad": False,
         "fsdp": True,
-        "megatron": False,
+        "megatron": True,
         "new": True,
         "old": False,
         "raw": False,
@@ -152,7 +157,7 @@ def test_backends_lists_broken_ones_beside_those_that_work(site: Any) -> None:
     shown = site.drivetrain("backends").stdout
     assert "bad: broken\n  distribution  backend-bad 1.2.3\n  error         train backend 'bad'" in shown
     assert "fsdp: available\n  distribution  drivetrain-backend-fsdp " in shown
-    assert "megatron: not available\n" in shown
+    assert "raw: not available\n" in shown
 
 
 def test_backends_lists_both_distributions_of_a_name(site: Any) -> None:

@@ -136,6 +136,10 @@ def _unchecked(folder: "Path", *, world_size: int | None) -> list[str]:
     return []
 
 
+def _takes_nothing_else(folder: "Path") -> bool:
+    return False
+
+
 @dataclass(frozen=True, kw_only=True)
 class BackendSpec(PluginSpec):
     """Spec of a train backend (entry point group `drivetrain.train_backends`).
@@ -154,6 +158,10 @@ class BackendSpec(PluginSpec):
             out; it reads no tensor and executes nothing of the folder. `world_size` is the number of ranks that will
             load the folder, None where it is exported; files that they do not read are not looked at. Imported only
             by `load_check_checkpoint`. "" when the backend has none.
+        takes_weights_of: "module:function" with the parameter (folder) that says whether the backend takes the weights out
+            of a folder that is no checkpoint of its own, by the names of its files alone; `check_checkpoint` then says
+            what is wrong with it. Training begins anew with those weights. Imported only by `load_takes_weights_of`.
+            "" where there are no such folders.
         tested_with: the sets of versions that the backend was run with, one line each: the name of a stack (a
             constraint file, an image), then what was run on it.
     """
@@ -164,6 +172,7 @@ class BackendSpec(PluginSpec):
     preference: int = 0
     export_checkpoint: str = ""
     check_checkpoint: str = ""
+    takes_weights_of: str = ""
     tested_with: tuple[str, ...] = ()
 
     def load(self) -> "type[TrainBackend]":
@@ -185,6 +194,12 @@ class BackendSpec(PluginSpec):
         if not self.check_checkpoint:
             return _unchecked
         return _import(self.check_checkpoint)  # type: ignore[no-any-return]
+
+    def load_takes_weights_of(self) -> Callable[["Path"], bool]:
+        """Import and return what knows folders of weights alone; where the backend has none, what knows no folder."""
+        if not self.takes_weights_of:
+            return _takes_nothing_else
+        return _import(self.takes_weights_of)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,13 @@ def kind_of(folder: Path) -> LoadKind:
     return find_source(folder).kind
 
 
+def takes_weights_of(folder: Path) -> bool:
+    """Say whether a folder means one of Megatron-LM's or of Hugging Face's; it may turn out to be damaged."""
+    if (folder / "trainer_state.json").is_file():
+        return False
+    return (folder / _LATEST).is_file() or _is_torch_dist(folder) or is_hf_folder(folder)
+
+
 def find_source(folder: Path, flag: str = "--load") -> LoadSource:
     """Look for something to load in a folder.
 

@@ -70,4 +70,5 @@ SPEC = BackendSpec(
     worker_env=worker_env,
     export_checkpoint="drivetrain_backend_megatron.checkpoint:export_checkpoint",
     check_checkpoint="drivetrain_backend_megatron.checkpoint_files:check_checkpoint",
+    takes_weights_of="drivetrain_backend_megatron.load_kind:takes_weights_of",
 )

@@ -16,11 +16,11 @@ from rich.console import Console
 from drivetrain_backend_api import ConfigError, DataError, DiscoveryError, DrivetrainError, OptionGroup, options
 from drivetrain_backend_api.errors import in_one_line
 from drivetrain_infra.ray_runtime import refuse_if_running
-from drivetrain_infra.run_folder import RunFolder, resolve_checkpoint
+from drivetrain_infra.run_folder import RunFolder
 from drivetrain_infra.tracking.base import Tracker, Trackers
 from drivetrain_infra.tracking.jsonl import JsonlTracker
 from drivetrain_launcher.config import DrivetrainConfig
-from drivetrain_launcher.preflight import check_lengths, check_vocabulary, preflight, trained_rollouts, unwritable
+from drivetrain_launcher.preflight import check_lengths, check_vocabulary, preflight, resolve_load, unwritable
 from drivetrain_launcher.recipes import arithmetic
 from drivetrain_launcher.rewards import Reward, load_reward
 from drivetrain_launcher.sources import Request, Stage, build_config, config_values
@@ -360,12 +360,12 @@ def _absolute(config: DrivetrainConfig) -> DrivetrainConfig:
 
 
 def _resolved(config: DrivetrainConfig, num_rollouts: int) -> DrivetrainConfig:
-    """Resolve `--load` to a checkpoint, and let the learning rate decay over the whole run unless told otherwise."""
+    """Resolve `--load` to a folder, and let the learning rate decay over the whole run unless told otherwise."""
     train = config.train
     if train.load is not None:
-        checkpoint = resolve_checkpoint(Path(train.load))
-        _require_rollouts(config, trained_rollouts(checkpoint), num_rollouts)
-        train = dataclasses.replace(train, load=str(checkpoint))
+        loaded = resolve_load(config.backend, train.load)
+        _require_rollouts(config, loaded.rollouts, num_rollouts)
+        train = dataclasses.replace(train, load=str(loaded.folder))
     if train.lr_decay_style != "constant" and train.lr_decay_iters is None:
         samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
         steps = num_rollouts * samples // (train.global_batch_size or samples)

@@ -11,7 +11,7 @@ from drivetrain_backend_api import ConfigError, OptionGroup, options
 from drivetrain_infra.tracking.wandb import login_finding
 from drivetrain_launcher.arguments import unavailable
 from drivetrain_launcher.config import DrivetrainConfig
-from drivetrain_launcher.preflight.checkpoint import checkpoint_findings, find_load, trained_rollouts
+from drivetrain_launcher.preflight.checkpoint import checkpoint_findings, find_load, resolve_load
 from drivetrain_launcher.preflight.folders import folder_findings, folder_notes, unwritable
 from drivetrain_launcher.preflight.machine import frozen_notes, machine_findings
 from drivetrain_launcher.preflight.model_folder import check_model_folder, model_findings
@@ -25,7 +25,7 @@ __all__ = [
     "check_vocabulary",
     "checkpoint_findings",
     "preflight",
-    "trained_rollouts",
+    "resolve_load",
     "unwritable",
 ]
 

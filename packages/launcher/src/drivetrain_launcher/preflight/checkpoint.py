@@ -1,8 +1,10 @@
 """The checkpoint that a run starts from, or that is exported: is it there, and is it whole?
 
-What a checkpoint holds is the train backend's own; its spec names the function that looks into one.
+What a checkpoint holds is the train backend's own; its spec names the function that looks into one, and the function
+that knows other folders whose weights it takes.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from drivetrain_backend_api import BackendSpec, DataError
@@ -13,35 +15,61 @@ _SHOWN = 3
 """How many other checkpoints are listed, the newest ones."""
 
 
-def find_load(config: DrivetrainConfig) -> tuple[Path | None, list[str]]:
-    """Return the checkpoint that `--load` means, None where there is none, and what is wrong with it."""
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What `--load` means.
+
+    Attributes:
+        folder: that the train backend is given.
+        run: that wrote it as a checkpoint; None for a folder of weights alone.
+        rollouts: that its weights were trained on in that run.
+    """
+
+    folder: Path
+    run: Path | None
+    rollouts: int
+
+
+def resolve_load(backend: BackendSpec, load: str) -> Loaded:
+    """Return what a value of `--load` means.
+
+    Raises:
+        DataError: neither a run, nor one of its checkpoints, nor a folder that the backend takes weights from.
+    """
+    if backend.load_takes_weights_of()(Path(load)):
+        return Loaded(folder=Path(load), run=None, rollouts=0)
+    checkpoint = resolve_checkpoint(Path(load))
+    return Loaded(folder=checkpoint, run=checkpoint.parent, rollouts=int(checkpoint.name.removeprefix("iter_")))
+
+
+def find_load(config: DrivetrainConfig) -> tuple[Loaded | None, list[str]]:
+    """Return what `--load` means, None where that is nothing, and what is wrong with it."""
     load, stop = config.train.load, config.loop.num_rollout
     if load is None:
         return None, []
     if not Path(load).is_dir():
         return None, [f"--load {load}: no such folder; give the folder of a run, or of one of its checkpoints"]
     try:
-        checkpoint = resolve_checkpoint(Path(load))
+        loaded = resolve_load(config.backend, load)
     except DataError as error:
         return None, [f"--load {error}"]
     except OSError as error:  # `latest` names what the system cannot look up
         return None, [f"--load {load}: {error.strerror or error}; give the folder of a run that saved a checkpoint"]
     world_size = config.placement.train_world_size
-    findings = checkpoint_findings(config.backend, checkpoint, what="--load", world_size=world_size)
-    start = trained_rollouts(checkpoint)
-    if stop is not None and start >= stop:
+    findings = checkpoint_findings(config.backend, loaded.folder, what="--load", world_size=world_size)
+    if stop is not None and loaded.rollouts >= stop:
         findings.append(
-            f"--load {checkpoint} was trained on {start} rollouts already, and --num-rollout ends the run at {stop}; "
-            f"raise it above {start}"
+            f"--load {loaded.folder} was trained on {loaded.rollouts} rollouts already, and --num-rollout ends the run "
+            f"at {stop}; raise it above {loaded.rollouts}"
         )
-    return checkpoint, findings
+    return loaded, findings
 
 
 def checkpoint_findings(backend: BackendSpec, checkpoint: Path, *, what: str, world_size: int | None) -> list[str]:
     """Return what the train backend finds wrong with a checkpoint, and which others lie beside it.
 
     Args:
-        checkpoint: as `resolve_checkpoint` returned it.
+        checkpoint: as `resolve_checkpoint` or `resolve_load` returned it.
         what: how the user gave it, for messages.
         world_size: ranks that will load it, None to export it.
     """
@@ -52,8 +80,3 @@ def checkpoint_findings(backend: BackendSpec, checkpoint: Path, *, what: str, wo
     others = [name for name in folders if name != checkpoint.name][-_SHOWN:]
     beside = f" (beside it: {', '.join(others)})" if others else ""
     return [f"{what} {finding}{beside}" for finding in findings]
-
-
-def trained_rollouts(checkpoint: Path) -> int:
-    """Return how many rollouts a checkpoint was trained on, as its name says."""
-    return int(checkpoint.name.removeprefix("iter_"))

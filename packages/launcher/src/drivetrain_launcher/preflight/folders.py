@@ -10,18 +10,18 @@ from pathlib import Path
 from drivetrain_backend_api import DrivetrainError
 from drivetrain_infra.run_folder import RunFolder
 from drivetrain_launcher.config import DrivetrainConfig
-from drivetrain_launcher.preflight.checkpoint import trained_rollouts
+from drivetrain_launcher.preflight.checkpoint import Loaded
 from drivetrain_launcher.preflight.size import RunSize, gib
 
 CHECKPOINT_BYTES = 12
 """Of one parameter in a checkpoint: weight and both of Adam's moments in fp32."""
 
 
-def folder_findings(config: DrivetrainConfig, size: RunSize, loaded: Path | None) -> list[str]:
+def folder_findings(config: DrivetrainConfig, size: RunSize, loaded: Loaded | None) -> list[str]:
     """Return what is wrong with `--save` and `--update-weight-disk-dir`.
 
     Args:
-        loaded: the checkpoint that `--load` means, None without one.
+        loaded: what `--load` means, None without one.
     """
     folders = {"--save": config.run_folder.save, "--update-weight-disk-dir": config.weight_sync.update_weight_disk_dir}
     findings = [
@@ -45,7 +45,7 @@ def _socket_findings(save: Path) -> list[str]:
     return []
 
 
-def folder_notes(config: DrivetrainConfig, size: RunSize, loaded: Path | None) -> list[str]:
+def folder_notes(config: DrivetrainConfig, size: RunSize, loaded: Loaded | None) -> list[str]:
     """Return what is no error, since a user may remove old checkpoints or make room while the run goes on."""
     save, interval = config.run_folder.save, config.run_folder.save_interval
     free, count = _free_bytes(Path(save)), _checkpoints(config, loaded)
@@ -78,7 +78,7 @@ def _nearest(folder: Path) -> Path:
 # -- overlaps ----------------------------------------------------------------------------------------------------------
 
 
-def _overlap_findings(config: DrivetrainConfig, loaded: Path | None) -> list[str]:
+def _overlap_findings(config: DrivetrainConfig, loaded: Loaded | None) -> list[str]:
     train, disk_dir = config.train, config.weight_sync.update_weight_disk_dir
     save, real_save = config.run_folder.save, _real(config.run_folder.save)
     if real_save == Path(real_save.anchor):
@@ -89,7 +89,11 @@ def _overlap_findings(config: DrivetrainConfig, loaded: Path | None) -> list[str
         "--ref-load": train.ref_load,
         "--opd-teacher-load": train.opd_teacher_load,
     }
-    run = None if loaded is None else _real(str(loaded)).parent
+    run = None
+    if loaded is not None and loaded.run is None:
+        models["--load"] = str(loaded.folder)
+    elif loaded is not None:
+        run = _real(str(loaded.folder)).parent
     for flag, folder in {"--save": save, "--update-weight-disk-dir": disk_dir}.items():
         if folder is None:
             continue
@@ -152,10 +156,10 @@ def _free_bytes(folder: Path) -> int | None:
     return found.f_bavail * found.f_frsize if found.f_blocks else None
 
 
-def _checkpoints(config: DrivetrainConfig, loaded: Path | None) -> int:
+def _checkpoints(config: DrivetrainConfig, loaded: Loaded | None) -> int:
     """Count the checkpoints that the run will write, at least: one where its length is not known yet."""
     stop, every = config.loop.num_rollout, config.run_folder.save_interval
     if stop is None or every is None:
         return 1
-    start = 0 if loaded is None else trained_rollouts(loaded)
+    start = 0 if loaded is None else loaded.rollouts
     return stop // every - start // every + (stop % every > 0)
