@@ -74,7 +74,9 @@ def block_spec(config: TransformerConfig, shape: ModelShape, chunk: int | None) 
     """
     offset = get_transformer_layer_offset(config, vp_stage=chunk)
     count = get_num_layers_to_build(config, vp_stage=chunk)
-    layers = [_layer_spec(config, shape, sparse=index in shape.sparse_layers) for index in range(offset, offset + count)]
+    layers = [
+        _layer_spec(config, shape, sparse=index in shape.sparse_layers) for index in range(offset, offset + count)
+    ]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 

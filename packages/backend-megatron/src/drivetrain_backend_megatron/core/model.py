@@ -1,7 +1,7 @@
 """The causal language model as Megatron builds it: one or several chunks a pipeline stage, wrapped for data parallelism."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -119,7 +119,15 @@ def transformer_config(shape: ModelShape, config: MegatronConfig, *, dtype: torc
         # a loss is a sum over global denominators: nothing divides it again
         calculate_per_token_loss=True,
         **_expert_settings(shape),
+        **_no_cuda_graphs(),
     )
+
+
+def _no_cuda_graphs() -> dict[str, Any]:
+    """Leave out the default, which Megatron remarks on: there is no CUDA graph to have parts."""
+    names = {one.name for one in fields(TransformerConfig)}
+    # renamed; the older name goes away with megatron-core 0.17
+    return {"cuda_graph_modules" if "cuda_graph_modules" in names else "cuda_graph_scope": []}
 
 
 def _expert_settings(shape: ModelShape) -> dict[str, Any]:

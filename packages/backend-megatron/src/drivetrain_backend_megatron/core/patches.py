@@ -2,7 +2,7 @@
 
 All but the last serve machines without CUDA: Megatron-Core has no device abstraction and names CUDA literally. Each
 redirects a call that could only raise there, so that nothing that worked before changes its meaning. Where CUDA is
-present, none of them is installed. Knows nothing of models.
+present, none of those is installed. Knows nothing of models.
 """
 
 import contextlib
@@ -39,10 +39,12 @@ def before_import() -> None:
 
 def after_import() -> None:
     """Patch Megatron itself."""
+    _router_without_transformer_engine()
     if torch.cuda.is_available():
         return
     _no_compiler()
     _restore_random_state_at_once()
+    _token_counts_as_arrays()
 
 
 # -- torch, on machines without CUDA (megatron-core 0.16 to 0.19) --------------------------------------------------------
@@ -130,6 +132,26 @@ def _restore_random_state_at_once() -> None:
         "_set_cuda_rng_state",
         lambda state, device=-1, graph_safe=False: torch.default_generator.set_state(state),
     )
+
+
+def _token_counts_as_arrays() -> None:
+    # the exchange between experts turns its counts into arrays only on the way from CUDA; collectives take no tensors
+    module = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+
+    def as_array(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+
+    _set(module, "maybe_move_tensor_to_cpu", as_array)
+
+
+# -- Megatron, without Transformer Engine (megatron-core 0.16) -----------------------------------------------------------
+
+
+def _router_without_transformer_engine() -> None:
+    # compares Transformer Engine's matmul with None and defines it only where that is installed
+    module = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(module, "te_general_gemm"):
+        _set(module, "te_general_gemm", None)
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
