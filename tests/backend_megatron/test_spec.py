@@ -55,8 +55,8 @@ def findings(model: Path, *, ranks: int = 1, **changes: Any) -> list[str]:
 
 def test_spec_options_and_checks_import_no_heavy_library(model: Path) -> None:
     code = (
-        "import sys; from drivetrain_backend_megatron.spec import SPEC; from drivetrain_backend_megatron import checks, "
-        "load_kind; assert SPEC.probe().available; "
+        "import sys; from drivetrain_backend_megatron.spec import SPEC; assert SPEC.probe().available; "
+        "from drivetrain_backend_megatron import checks, load_kind;"
         f"checks.model_findings(SPEC.config_class(hf_checkpoint={str(model)!r}));"
         "print(sorted({'torch', 'transformers', 'safetensors', 'megatron', 'numpy'} & set(sys.modules)))"
     )

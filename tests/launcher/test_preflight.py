@@ -15,7 +15,7 @@ from drivetrain_backend_api import ConfigError, DataError
 from drivetrain_launcher.config import DrivetrainConfig
 from drivetrain_launcher.data import Prompt
 from drivetrain_launcher.export import export_run
-from drivetrain_launcher.preflight import check_lengths, check_vocabulary, preflight
+from drivetrain_launcher.preflight import check_lengths, check_vocabulary, preflight, resolve_load
 from drivetrain_launcher.preflight.machine import machine_findings
 from drivetrain_launcher.preflight.size import run_size
 from drivetrain_launcher.sources import build_config, read_request
@@ -670,6 +670,43 @@ def test_a_backend_without_a_check_of_checkpoints_is_not_asked(folder: Path) -> 
     checkpoint.mkdir(parents=True)
     config = config_of(folder, load=checkpoint, num_rollout=9)
     preflight(replace(config, backend=replace(config.backend, check_checkpoint="")))
+
+
+def megatron_weights(folder: Path) -> Path:
+    """Make what looks like a checkpoint of Megatron-LM's, with a name that a run's checkpoint could have."""
+    weights = folder / "megatron" / "iter_0000500"
+    weights.mkdir(parents=True)
+    for name in (".metadata", "metadata.json"):
+        (weights / name).touch()
+    (weights.parent / "latest_checkpointed_iteration.txt").write_text("500\n")
+    return weights
+
+
+def test_weights_of_another_kind_are_loaded_where_the_backend_takes_them(folder: Path) -> None:
+    weights = megatron_weights(folder)
+    taking = config_of(folder, train_backend="megatron").backend
+    for path in (weights, weights.parent, folder / "model"):
+        found = resolve_load(taking, str(path))
+        # no run wrote it, so that training begins at the first rollout
+        assert (found.folder, found.run, found.rollouts) == (path, None, 0)
+    assert resolve_load(config_of(folder).backend, str(weights)).rollouts == 500
+    with pytest.raises(DataError, match=r"model holds no checkpoint: .*latest is missing"):
+        resolve_load(config_of(folder).backend, str(folder / "model"))
+
+
+def test_a_damaged_checkpoint_of_another_kind_is_found_under_the_flag_that_names_it(folder: Path) -> None:
+    weights = megatron_weights(folder)
+    for flag, more in (("--load", {}), ("--ref-load", {"use_kl_loss": True})):
+        words = {flag.strip("-").replace("-", "_"): weights, **more}
+        found = findings(folder, train_backend="megatron", **words)
+        assert [one for one in found if one.startswith(f"{flag} {weights}/.metadata")], found
+    assert findings(folder, use_kl_loss=True, ref_load=weights)[0].startswith(f"--ref-load {weights / 'config.json'}: ")
+
+
+def test_a_run_does_not_write_into_the_weights_it_starts_from(folder: Path) -> None:
+    weights = megatron_weights(folder)
+    found = findings(folder, train_backend="megatron", load=weights, save=weights)
+    assert f"--save {weights}: is the model folder of --load {weights}; choose a folder of its own" in found
 
 
 def test_weights_that_have_had_all_rollouts_are_refused(folder: Path) -> None:

@@ -21,6 +21,9 @@ MAY_IMPORT = {
 BRINGS_ALONG = {"transformers": {"tokenizers"}}
 """Distributions whose own dependency is used together with them, in the version that they choose."""
 
+IMPORT_NAMES = {"megatron-core": "megatron"}
+"""Distributions whose import name is not their own name with underscores."""
+
 BACKEND_NAMES = {"fsdp", "megatron"}
 
 
@@ -71,7 +74,7 @@ def test_a_package_imports_only_those_it_may(package: str) -> None:
 def test_a_package_declares_what_it_imports(package: str) -> None:
     project = tomllib.loads((PACKAGES / package / "pyproject.toml").read_text())["project"]
     declared = dependencies(package, frozenset(project.get("optional-dependencies", {}))) | {project["name"]}
-    known = {name.replace("-", "_") for name in declared} | set(sys.stdlib_module_names)
+    known = {IMPORT_NAMES.get(name, name.replace("-", "_")) for name in declared} | set(sys.stdlib_module_names)
     wrong = [
         f"{path}:{line} imports {name}"
         for path, tree in modules(package)

@@ -15,6 +15,10 @@ except DiscoveryError as error:
 """
 
 
+ABSENT = "lambda: ProbeResult(available=False, detail='no such chip')"
+"""A probe, as code, of a backend that cannot work here."""
+
+
 def spec_code(name: str, *, api_version: int = 1, **fields: str) -> str:
     """Return a module whose `SPEC` is a train backend; `fields` are further arguments, as code."""
     more = "".join(f", {field}={value}" for field, value in fields.items())
@@ -97,8 +101,7 @@ def test_the_backend_that_is_preferred_among_the_available_ones_is_the_default(s
         "import json; from drivetrain_backend_api import select_backend; print(json.dumps(select_backend(None).name))"
     )
     assert site.python(select) == "megatron"
-    absent = "lambda: ProbeResult(available=False, detail='no such chip')"
-    site.install("backend-tpu", module="tpu_spec", name="tpu", code=spec_code("tpu", preference="99", probe=absent))
+    site.install("backend-tpu", module="tpu_spec", name="tpu", code=spec_code("tpu", preference="99", probe=ABSENT))
     assert site.python(select) == "megatron"
     site.install("backend-jax", module="jax_spec", name="jax", code=spec_code("jax", preference="99"))
     assert site.python(select) == "jax"
@@ -118,11 +121,12 @@ def test_backends_lists_broken_ones_beside_those_that_work(site: Any) -> None:
     site.install("backend-bad", module="bad_spec", name="bad", code="raise RuntimeError('no luck')")
     site.install("backend-old", module="old_spec", name="old", code=spec_code("old", api_version=0))
     site.install("backend-raw", module="raw_spec", name="raw", code=spec_code("raw", probe="lambda: 1 / 0"))
+    site.install("backend-tpu", module="tpu_spec", name="tpu", code=spec_code("tpu", probe=ABSENT))
     site.install("backend-new", module="new_spec", name="new", code=spec_code("new"))
     done = site.drivetrain("backends", "--json")
     assert done.returncode == 0, done.stderr
     rows = {row["name"]: row for row in json.loads(done.stdout)}
-    assert list(rows) == ["bad", "fsdp", "megatron", "new", "old", "raw"]
+    assert list(rows) == ["bad", "fsdp", "megatron", "new", "old", "raw", "tpu"]
     assert {name: row["available"] for name, row in rows.items()} == {
         "bad": False,
         "fsdp": True,
@@ -130,6 +134,7 @@ def test_backends_lists_broken_ones_beside_those_that_work(site: Any) -> None:
         "new": True,
         "old": False,
         "raw": False,
+        "tpu": False,
     }
     assert "RuntimeError: no luck" in rows["bad"]["error"]
     assert "written for API version 0" in rows["old"]["error"]
@@ -157,7 +162,8 @@ def test_backends_lists_broken_ones_beside_those_that_work(site: Any) -> None:
     shown = site.drivetrain("backends").stdout
     assert "bad: broken\n  distribution  backend-bad 1.2.3\n  error         train backend 'bad'" in shown
     assert "fsdp: available\n  distribution  drivetrain-backend-fsdp " in shown
-    assert "raw: not available\n" in shown
+    assert "tpu: not available\n  distribution  backend-tpu 1.2.3\n" in shown
+    assert "  probe         no such chip\n" in shown
 
 
 def test_backends_lists_both_distributions_of_a_name(site: Any) -> None:

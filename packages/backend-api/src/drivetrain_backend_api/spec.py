@@ -158,10 +158,10 @@ class BackendSpec(PluginSpec):
             out; it reads no tensor and executes nothing of the folder. `world_size` is the number of ranks that will
             load the folder, None where it is exported; files that they do not read are not looked at. Imported only
             by `load_check_checkpoint`. "" when the backend has none.
-        takes_weights_of: "module:function" with the parameter (folder) that says whether the backend takes the weights out
-            of a folder that is no checkpoint of its own, by the names of its files alone; `check_checkpoint` then says
-            what is wrong with it. Training begins anew with those weights. Imported only by `load_takes_weights_of`.
-            "" where there are no such folders.
+        takes_weights_of: "module:function" with the parameter (folder) that says, by the names of files alone, whether
+            the backend takes the weights out of a folder that is no checkpoint of its own; `check_checkpoint` then
+            says what is wrong with it. Training begins anew with those weights. Imported only by
+            `load_takes_weights_of`. "" where there are no such folders.
         tested_with: the sets of versions that the backend was run with, one line each: the name of a stack (a
             constraint file, an image), then what was run on it.
     """

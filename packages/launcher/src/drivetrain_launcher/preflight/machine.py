@@ -101,7 +101,8 @@ def frozen_notes(config: DrivetrainConfig, size: RunSize) -> list[str]:
     ):
         if folder is None:
             continue
-        whole = size.compute_bytes * parameters(Path(folder))
+        # weights of another kind are as many as the policy's: a tag has the policy's shape
+        whole = size.compute_bytes * (parameters(Path(folder)) or size.parameters)
         # a tag is kept as the policy is laid out, and only the backend knows over how many ranks that cuts it
         taken = gib(-(-whole // size.ranks)) if how == "model" else f"up to {gib(whole)}"
         notes.append(f"{flag} {folder}: takes {taken} of host memory on {_each(size.ranks)}")

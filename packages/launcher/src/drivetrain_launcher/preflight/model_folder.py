@@ -43,14 +43,23 @@ def model_findings(config: DrivetrainConfig) -> list[str]:
     )
     frozen = {"--ref-load": train.ref_load, "--opd-teacher-load": train.opd_teacher_load}
     for flag, folder in frozen.items():
-        if folder is not None:
+        if folder is not None and _is_other_weights(config, Path(folder)):
+            check = config.backend.load_check_checkpoint()
+            world_size = config.placement.train_world_size
+            findings += [f"{flag} {finding}" for finding in check(Path(folder), world_size=world_size)]
+        elif folder is not None:
             findings += check_model_folder(flag, Path(folder), with_tokenizer=False, trust_remote_code=trust)
     with suppress(ValueError):  # a configuration that cannot be read, which is found already
         findings += _length_findings(config)
         for flag, folder in frozen.items():
-            if folder is not None:
+            if folder is not None and not _is_other_weights(config, Path(folder)):
                 findings += _other_vocabulary(flag, Path(folder), Path(train.hf_checkpoint))
     return findings
+
+
+def _is_other_weights(config: DrivetrainConfig, folder: Path) -> bool:
+    """Say whether a folder is none of Hugging Face's, and the train backend takes weights out of it all the same."""
+    return not (folder / "config.json").exists() and config.backend.load_takes_weights_of()(folder)
 
 
 def check_model_folder(
