@@ -1,7 +1,7 @@
 """The adapter on whichever Megatron-Core is installed: what the rest of the backend relies on, and what nobody is told.
 
-One process imports Megatron once and forks two ranks for each layout; a rank leaves what it found in a file. Buckets are
-kept so small that every model has several.
+One process imports Megatron once and forks two ranks for each layout; a rank leaves what it found in a file. Buckets
+are kept so small that every model has several.
 """
 
 import json
@@ -78,7 +78,7 @@ def make_experts(folder: Path) -> Path:
     return folder
 
 
-# -- what each rank does ------------------------------------------------------------------------------------------------
+# -- what each rank does -----------------------------------------------------------------------------------------------
 
 
 def look(model: Path, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def main(folder: Path) -> None:
             os.waitpid(one, 0)
 
 
-# -- the tests -----------------------------------------------------------------------------------------------------------
+# -- the tests ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The causal language model as Megatron builds it: one or several chunks a pipeline stage, wrapped for data parallelism."""
+"""The causal language model as Megatron builds it: chunks of a pipeline stage, wrapped for data parallelism."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields

@@ -47,7 +47,7 @@ def after_import() -> None:
     _token_counts_as_arrays()
 
 
-# -- torch, on machines without CUDA (megatron-core 0.16 to 0.19) --------------------------------------------------------
+# -- torch, on machines without CUDA (megatron-core 0.16 to 0.19) ------------------------------------------------------
 
 
 def _device_queries() -> None:
@@ -116,7 +116,7 @@ def _placement() -> None:
     _set(torch.Tensor, "pin_memory", lambda self, *_, **__: self.clone())
 
 
-# -- Megatron, on machines without CUDA (megatron-core 0.16 to 0.19) -----------------------------------------------------
+# -- Megatron, on machines without CUDA (megatron-core 0.16 to 0.19) ---------------------------------------------------
 
 
 def _no_compiler() -> None:
@@ -144,7 +144,7 @@ def _token_counts_as_arrays() -> None:
     _set(module, "maybe_move_tensor_to_cpu", as_array)
 
 
-# -- Megatron, without Transformer Engine (megatron-core 0.16) -----------------------------------------------------------
+# -- Megatron, without Transformer Engine (megatron-core 0.16) ---------------------------------------------------------
 
 
 def _router_without_transformer_engine() -> None:
