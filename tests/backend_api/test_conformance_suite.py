@@ -26,8 +26,9 @@ from drivetrain_backend_api.testing import comparing
 from drivetrain_backend_api.testing.algorithms import ENTROPY_COEF, RAISED
 from drivetrain_backend_api.testing.claims import Claims, Tolerance, Verdict, from_plain, to_plain, write_report
 from drivetrain_backend_api.testing.damage import DAMAGES, files_of
+from drivetrain_backend_api.testing.drawing import SPARSE, Axis, Drawn, product, thin
 from drivetrain_backend_api.testing.judge import Judge, act
-from drivetrain_backend_api.testing.layouts import Layout, claimed_layouts
+from drivetrain_backend_api.testing.layouts import Layout, claimed_expert_layouts, claimed_layouts
 from drivetrain_backend_api.testing.models import VOCABULARY, make_model
 from drivetrain_backend_api.testing.ranks import Ranks, RanksFailedError
 from drivetrain_backend_api.testing.reference import reference_train, scheduled_lr
@@ -128,6 +129,70 @@ def test_layouts_are_all_that_is_claimed(parallelism: tuple[str, ...], ranks: in
     assert labels(parallelism, ranks) == expected
 
 
+def test_expert_layouts_are_those_whose_ranks_have_tokens_of_their_own() -> None:
+    assert claimed_expert_layouts(("dp", "tp", "sp", "pp", "cp"), 4) == []
+    every = ("dp", "tp", "sp", "pp", "cp", "ep")
+    assert [one.label for one in claimed_expert_layouts(every, 1)] == ["single"]
+    assert {one.label for one in claimed_expert_layouts(every, 2)} == {
+        *("dp2", "dp2-ep2", "tp2-sp", "tp2-sp-ep2", "pp2", "cp2", "cp2-ep2"),
+    }
+    four = claimed_expert_layouts(every, 4)
+    assert all(one.ranks == 4 and one.ranks // one.pp % one.ep == 0 and (one.tp == 1 or one.sp) for one in four)
+    assert {"dp4-ep4", "dp2-tp2-sp-ep4", "dp2-pp2-ep2", "tp2-pp2-sp-ep2"} <= {one.label for one in four}
+    assert "dp2-pp2-ep4" not in {one.label for one in four}
+    assert Layout(dp=2, ep=2).options == {"expert_model_parallel_size": 2}
+
+
+# -- thinning ----------------------------------------------------------------------------------------------------------
+
+EVERY_KIND = ("dp", "tp", "sp", "pp", "cp")
+FEW, MANY = claimed_layouts(EVERY_KIND, 2), claimed_layouts(EVERY_KIND, 4)
+
+
+def drawn(layouts: list[Layout], others: int) -> list[Drawn]:
+    return product(
+        [
+            Axis(names=("layout",), values=[(one,) for one in layouts], ids=[one.label for one in layouts]),
+            Axis(names=("case",), values=[(one,) for one in range(others)], ids=[str(one) for one in range(others)]),
+        ]
+    )
+
+
+@pytest.mark.parametrize("others", [1, 2, 9, 14, 30])
+@pytest.mark.parametrize("test", ["test_one", "test_other"])
+def test_turns_leave_out_no_layout_and_no_case(test: str, others: int) -> None:
+    whole = drawn(FEW + MANY, others)
+    kept = thin(whole, test)
+    many = [one for one in kept if one.layout in MANY]
+    assert [one for one in kept if one.layout in FEW] == [one for one in whole if one.layout in FEW]
+    assert {one.layout for one in many} == set(MANY)
+    assert {one.values[1] for one in many} == set(range(others))
+    assert len(many) == max(len(MANY), others)
+    assert thin(whole, test) == kept
+    assert kept == [one for one in whole if one in kept]
+
+
+def test_tests_begin_their_turns_elsewhere() -> None:
+    whole = drawn(MANY, 9)
+    assert thin(whole, "test_one") != thin(whole, "test_other")
+
+
+def test_what_does_not_fit_takes_no_turn() -> None:
+    pipelines = [one for one in MANY if one.pp > 1]
+    kept = thin(drawn(MANY, 7), "test_one", lambda one: one.values[1] != 6 or one.layout in pipelines)
+    assert {one.layout for one in kept} == set(MANY)
+    assert {one.values[1] for one in kept} == set(range(7))
+    assert all(one.layout in pipelines for one in kept if one.values[1] == 6)
+
+
+def test_a_sparse_test_has_some_of_the_layouts() -> None:
+    test, few = next(iter(SPARSE.items()))
+    kept = thin(drawn(FEW + MANY, 2), test)
+    assert len({one.layout for one in kept if one.layout in MANY}) == few
+    assert {one.values[1] for one in kept if one.layout in MANY} == {0, 1}
+    assert all(hasattr(ConformanceSuite, one) for one in SPARSE)
+
+
 def test_a_layout_is_asked_for_by_megatrons_options() -> None:
     assert Layout(dp=4).options == {}
     assert Layout(dp=2, tp=2, pp=4, cp=8, sp=True).options == {
@@ -189,6 +254,7 @@ def test_the_reference_trains_a_uniform_model_as_a_closed_form_says(uniform: Pat
     assert found.losses == pytest.approx([token_mean_loss(one) for one in steps], rel=1e-5)
     assert found.entropies == pytest.approx([math.log(VOCABULARY)] * 2, rel=1e-6)
     assert list(found.before) == list(range(8))
+    assert found.routing_gap == INF  # it has no experts
     assert all(one == pytest.approx(-math.log(VOCABULARY), rel=1e-6) for one in found.log_probs.values())
     assert len(found.log_probs) == int(rollout.per_token["loss_mask"].sum())
     assert comparing.different(found.weights, found.initial) == []
@@ -207,6 +273,21 @@ def test_the_reference_whitens_advantages_over_tokens_and_averages_over_sequence
     # Less their group's mean: 1/2 for one token, -1/2 for three, so mean -1/4 and variance 3/16 over tokens. Whitened:
     # sqrt(3) and -1/sqrt(3), whose mean over the two sequences with loss tokens is 1/sqrt(3). All ratios are 1.
     assert found.losses == pytest.approx([-(1 / math.sqrt(3) + ENTROPY_COEF * math.log(VOCABULARY))], rel=1e-5)
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "qwen3_moe-mixed"])
+def test_the_reference_tells_how_clearly_experts_are_chosen(tmp_path: Path, model: str) -> None:
+    folder = make_model(tmp_path / "model", model)
+    rollout = draw_rollout(RolloutSpec(samples=2))
+    config = TrainConfig(hf_checkpoint=str(folder), fp32=True, lr=0.0)
+    clear = reference_train(folder, rollout, config, algorithm="TokenMean").routing_gap
+    assert 0 < clear < 1
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    for name, weight in plain.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            torch.nn.init.zeros_(weight)
+    plain.save_pretrained(folder)
+    assert reference_train(folder, rollout, config, algorithm="TokenMean").routing_gap == 0
 
 
 def test_rollouts_are_drawn_from_their_seed() -> None:
@@ -319,6 +400,7 @@ def test_the_report_holds_every_claim(tmp_path: Path) -> None:
     first.close("test_x", "loss", "dp4", NAN, CLOSE)
     second.true("test_y", "states", "single", False, "seen")
     second.not_claimed("test_z", "tp")
+    second.thinned("test_y", "dp2-tp2-packed")
     other.true("test_y", "states", "single", True)
     write_report(tmp_path / "report.json", [first, second, other], {"mine": {"version": "1.2"}})
     assert [one.name for one in tmp_path.iterdir()] == ["report.json"]
@@ -326,7 +408,7 @@ def test_the_report_holds_every_claim(tmp_path: Path) -> None:
     mine, theirs = report["backends"]
     assert report["format"] == 1
     assert (mine["backend"], mine["facts"], theirs["backend"]) == ("mine", {"version": "1.2"}, "other")
-    assert mine["counts"] == {"holds": 1, "broken": 2, "not claimed": 1, "claimed, not judged": 0}
+    assert mine["counts"] == {"holds": 1, "broken": 2, "not claimed": 1, "claimed, not judged": 0, "thinned": 1}
     assert mine["claims"][0] == {
         "test": "test_x",
         "what": "loss",
@@ -336,9 +418,9 @@ def test_the_report_holds_every_claim(tmp_path: Path) -> None:
         "tolerance": 0.5,
         "why": "rounding",
     }
-    assert [one["verdict"] for one in mine["claims"]] == ["holds", "broken", "broken", "not claimed"]
+    assert [one["verdict"] for one in mine["claims"]] == ["holds", "broken", "broken", "not claimed", "thinned"]
     assert mine["claims"][1]["difference"] == "nan"  # which JSON has no number for
-    assert theirs["counts"] == {"holds": 1, "broken": 0, "not claimed": 0, "claimed, not judged": 0}
+    assert theirs["counts"] == {"holds": 1, "broken": 0, "not claimed": 0, "claimed, not judged": 0, "thinned": 0}
 
 
 def test_workers_hand_over_all_that_they_found() -> None:
@@ -471,6 +553,7 @@ def test_chosen_ranks_narrow_the_layouts_and_resharding_is_judged_from_one_rank_
     for test, parameters in re.findall(r"::(test_\w+)\[(.+)\]", sessions["two ranks"]["output"]):
         drawn.setdefault(test, set()).add(parameters)
     assert drawn["test_sleep_does_not_grow"] == {"dp2"}
+    assert drawn["test_experts_train_as_a_plain_model"] == {"nothing"}
     assert drawn["test_a_resumed_run_is_the_same_run"] == {"dp2-fp32", "dp2-bf16", "dp2-fp16"}
     assert drawn["test_a_checkpoint_loads_under_another_layout"] == {"single-to-dp2", "dp2-to-single"}
     assert sessions["two ranks"]["code"] == 0
@@ -479,15 +562,15 @@ def test_chosen_ranks_narrow_the_layouts_and_resharding_is_judged_from_one_rank_
 def test_what_is_not_claimed_is_reported(sessions: dict[str, dict[str, Any]]) -> None:
     session = sessions["report"]
     assert session["code"] == 0, session["output"]
-    assert "not claimed: tp, sp, pp, cp, async_save" in session["output"]
+    assert "not claimed: tp, sp, pp, cp, ep, async_save" in session["output"]
     (backend,) = session["report"]["backends"]
     assert (backend["backend"], backend["facts"]["distribution"]) == ("fsdp", "drivetrain-backend-fsdp")
-    assert backend["counts"] == {"holds": 0, "broken": 0, "not claimed": 5, "claimed, not judged": 0}
-    assert [one["what"] for one in backend["claims"]] == ["tp", "sp", "pp", "cp", "async_save"]
+    assert backend["counts"] == {"holds": 0, "broken": 0, "not claimed": 6, "claimed, not judged": 0, "thinned": 0}
+    assert [one["what"] for one in backend["claims"]] == ["tp", "sp", "pp", "cp", "ep", "async_save"]
 
 
 def test_what_pytest_imports_at_every_start_has_no_torch() -> None:
-    names = ("plugin", "claims", "cases", "layouts")
+    names = ("plugin", "claims", "cases", "layouts", "drawing")
     modules = ", ".join(f"drivetrain_backend_api.testing.{one}" for one in names)
     code = f"import sys, {modules}; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -56,7 +56,7 @@ def setup(backend: TrainBackend, with_ref: bool = False, with_opd_teacher: bool 
     """Set up, and say where this rank stands."""
     next_rollout_id = backend.setup(with_ref=with_ref, with_opd_teacher=with_opd_teacher)
     layout = backend.parallel
-    names = ("dp_size", "tp_size", "pp_size", "cp_size", "pp_rank", "rank", "world_size")
+    names = ("dp_size", "tp_size", "pp_size", "cp_size", "ep_size", "pp_rank", "rank", "world_size")
     place = {name: getattr(layout, name) for name in names}
     return place | {"next_rollout_id": next_rollout_id, "last_stage": layout.is_last_stage}
 

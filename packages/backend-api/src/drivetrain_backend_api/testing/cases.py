@@ -80,6 +80,19 @@ CASES = (
     Case(name="temperature", model="qwen2", options={"rollout_temperature": 0.6, **packed(64)}),
 )
 
+EXPERT_CASES = (
+    Case(name="packed", model="qwen3_moe", options={"global_batch_size": 4, **packed(50)}, rollout={"seed": 31}),
+    Case(
+        name="one-by-one",
+        model="qwen3_moe-mixed",
+        options={"global_batch_size": 2, "grad_clip": 0.05, "weight_decay": 1.0},
+        rollout={"seed": 25},
+        algorithm="SequenceMean",
+    ),
+)
+"""Training of mixtures of experts. No token of these rollouts is near a tie between experts: where the router's values
+are equal but for rounding, another order of sums takes another expert."""
+
 SPLITS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "one by one": ({}, {}),
     "by count": ({"micro_batch_size": 3}, {}),

@@ -22,6 +22,7 @@ class Verdict(StrEnum):
     BROKEN = "broken"
     NOT_CLAIMED = "not claimed"
     NOT_JUDGED = "claimed, not judged"
+    THINNED = "thinned"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +88,11 @@ class Claims:
     def not_judged(self, test: str, what: str) -> None:
         """Note what the backend claims and what this run could not judge."""
         self.found.append(Claim(test=test, what=what, where="", verdict=Verdict.NOT_JUDGED))
+
+    def thinned(self, test: str, where: str) -> None:
+        """Note a layout and parameters of a test that were left to other layouts."""
+        what = "judged under other layouts, or with other parameters"
+        self.found.append(Claim(test=test, what=what, where=where, verdict=Verdict.THINNED))
 
     def crashed(self, test: str, where: str, error: str) -> None:
         """Note a test that failed without a broken claim of its own."""

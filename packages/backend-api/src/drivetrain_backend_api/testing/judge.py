@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drivetrain_backend_api.errors import ConfigError
 from drivetrain_backend_api.spec import BackendSpec
 from drivetrain_backend_api.testing.cases import BASE
 from drivetrain_backend_api.testing.claims import Claims, Tolerance
@@ -118,14 +117,6 @@ class Judge:
         """Return the tensors of the Hugging Face folder, in float32, that a checkpoint is turned into."""
         action = act("exported_checkpoint", name=self.spec.name, folder=str(folder), model=str(model))
         return self.play(Layout(), [action])[0]["exported_checkpoint"]
-
-    def refusal(self, layout: Layout, options: Mapping[str, Any]) -> str:
-        """Say why the backend's configuration does not take options under a layout; "" where it does."""
-        try:
-            self.spec.config_class(**self.config(layout, model=self.model("qwen3"), options=options))
-        except ConfigError as error:
-            return str(error)
-        return ""
 
     def reference(
         self,

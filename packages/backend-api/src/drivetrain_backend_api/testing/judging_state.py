@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain_backend_api.testing import comparing, tolerances
+from drivetrain_backend_api.testing.cases import packed
 from drivetrain_backend_api.testing.damage import DAMAGES, files_of
 from drivetrain_backend_api.testing.judge import Action, Check, Judge, act
 from drivetrain_backend_api.testing.layouts import Layout
@@ -19,6 +20,7 @@ OPTIONS: Mapping[str, Any] = {
     "lr_decay_style": "cosine",
     "lr_warmup_iters": 1,
     "lr_decay_iters": 6,
+    **packed(64),
 }
 """A schedule whose every step has another rate."""
 
@@ -48,74 +50,11 @@ class StateTests:
 
     def test_a_resumed_run_is_the_same_run(self, judge: Judge, layout: Layout, precision: str) -> None:
         """Save, end, load in fresh processes: the next steps are bitwise those of the run that went on."""
-        options = {**OPTIONS, **(FP16 if precision == "fp16" else {})}
-        folder = judge.folder / f"checkpoint-{layout.label}-{precision}"
-        went_on = judge.play(
-            layout,
-            [
-                act("setup"),
-                act("train", rollout=FIRST),
-                act("draw_random"),
-                act("save", folder=str(folder)),
-                act("random_state"),
-                act("export", "saved", dtype="float32"),
-                act("train", "next", rollout=SECOND, rollout_id=1),
-                act("export", dtype="float32"),
-            ],
-            precision=precision,
-            options=options,
-        )
-        resumed = judge.play(
-            layout,
-            [
-                act("setup"),
-                act("random_state"),
-                act("export", "saved", dtype="float32"),
-                act("train", "next", rollout=SECOND, rollout_id=1),
-                act("export", dtype="float32"),
-            ],
-            precision=precision,
-            options={**options, "load": str(folder)},
-        )
-        with judge.check(f"{layout.label}, {precision}") as check:
-            for rank, (one, other) in enumerate(zip(resumed, went_on)):
-                found = one["setup"]["next_rollout_id"]
-                check.true(f"the next rollout id on rank {rank} is 1", found == 1, found)
-                for what in ("random_state", "saved"):
-                    check.same(f"{what} on rank {rank}", comparing.different(one[what], other[what]))
-                metrics = comparing.different(one["next"]["metrics"], other["next"]["metrics"])
-                check.same(f"metrics of the next steps on rank {rank}", metrics)
-                check.same(f"weights after them on rank {rank}", comparing.different(one["export"], other["export"]))
-            if precision == "fp16":
-                first, then = (went_on[0][name]["metrics"] for name in ("train", "next"))
-                check.true("the first step overflows", first[0]["skipped_steps"] == 1, first[0])
-                taken = [one for one in then if not one["skipped_steps"]]
-                check.true("after the save a step is taken", bool(taken), then)
+        check_resume(judge, layout, precision, "qwen3")
 
     def test_a_checkpoint_loads_under_another_layout(self, judge: Judge, layout: Layout, source: Layout) -> None:
         """Weights are exact, and the next steps are within tolerance."""
-        folder = judge.folder / f"checkpoint-of-{source.label}"
-        last = [
-            act("export", "saved", dtype="float32"),
-            act("train", "next", rollout=SECOND, rollout_id=1),
-            act("export", dtype="float32"),
-        ]
-        first = [act("setup"), act("train", rollout=FIRST), act("save", folder=str(folder))]
-        went_on = judge.play(source, [*first, *last], once=True, options=OPTIONS)
-        moved = judge.play(layout, [act("setup"), *last], options={**OPTIONS, "load": str(folder)})
-        with judge.check(f"from {source.label} to {layout.label}") as check:
-            names = comparing.different(moved[0]["saved"]["tensors"], went_on[0]["saved"]["tensors"])
-            check.same("weights", names)
-            found, expected = moved[0]["next"]["metrics"], went_on[0]["next"]["metrics"]
-            bounds = {"grad_norm": tolerances.GRAD_NORM, "lr": tolerances.LEARNING_RATE, "loss": tolerances.FP32}
-            for name, bound in bounds.items():
-                floor = 1.0 if name == "loss" else 1e-3
-                off = comparing.relative([one[name] for one in found], [one[name] for one in expected], floor)
-                check.close(f"{name} of the next steps", off, bound)
-            weights = comparing.tensors(moved[0]["export"]["tensors"], went_on[0]["export"]["tensors"])
-            check.close("weights after them", weights, tolerances.BETWEEN_LAYOUTS)
-            ids = [one["setup"]["next_rollout_id"] for one in moved]
-            check.true("the next rollout id is 1 on all ranks", set(ids) == {1}, ids)
+        check_resharding(judge, layout, source, "qwen3")
 
     def test_a_save_is_of_the_moment_it_began(self, judge: Judge, layout: Layout) -> None:
         """Training and sleep while a save is on its way to storage do not change what was saved."""
@@ -163,17 +102,7 @@ class StateTests:
 
     def test_sleep_keeps_every_bit(self, judge: Judge, layout: Layout, sleep_order: str, sleep_precision: str) -> None:
         """Training goes on after sleep and wake-up as if nothing had happened, on all ranks."""
-        first, second = act("train", rollout=FIRST), act("train", "next", rollout=SECOND, rollout_id=1)
-        ending = [second, act("export", dtype="float32")]
-        awake_actions = [act("setup"), first, *ending]
-        awake = judge.play(layout, awake_actions, once=True, precision=sleep_precision, options=OPTIONS)
-        # the second time reuses the host's buffers
-        actions = [act("setup"), *SLEEPS[sleep_order], first, *SLEEPS[sleep_order], *ending]
-        slept = judge.play(layout, actions, precision=sleep_precision, options=OPTIONS)
-        with judge.check(f"{layout.label}, {sleep_order}, {sleep_precision}") as check:
-            for rank, (one, other) in enumerate(zip(slept, awake)):
-                for what in ("next", "export"):
-                    check.same(f"{what} on rank {rank}", comparing.different(one[what], other[what]))
+        check_sleep(judge, layout, sleep_order, sleep_precision, "qwen3")
 
     def test_weights_alone_are_enough_for_an_export(self, judge: Judge, layout: Layout) -> None:
         """After sleep(keep_weights) and after wake_up(weights_only) an export gives the same bits; states are right."""
@@ -262,6 +191,98 @@ class StateTests:
                     check.true(f"{name} under another tag", told, one[name]["message"])
                 told = "nobody" in one["unknown"]["message"] and one["unknown"]["kind"] == "IllegalStateError"
                 check.true("an unknown tag is named", told, one["unknown"]["message"])
+
+
+def check_resume(judge: Judge, layout: Layout, precision: str, model: str) -> None:
+    """Save, end, load and go on; `model` is its name."""
+    options = {**OPTIONS, **(FP16 if precision == "fp16" else {})}
+    folder = judge.folder / f"checkpoint-{model}-{layout.label}-{precision}"
+    went_on = judge.play(
+        layout,
+        [
+            act("setup"),
+            act("train", rollout=FIRST),
+            act("draw_random"),
+            act("save", folder=str(folder)),
+            act("random_state"),
+            act("export", "saved", dtype="float32"),
+            act("train", "next", rollout=SECOND, rollout_id=1),
+            act("export", dtype="float32"),
+        ],
+        model=judge.model(model),
+        precision=precision,
+        options=options,
+    )
+    resumed = judge.play(
+        layout,
+        [
+            act("setup"),
+            act("random_state"),
+            act("export", "saved", dtype="float32"),
+            act("train", "next", rollout=SECOND, rollout_id=1),
+            act("export", dtype="float32"),
+        ],
+        model=judge.model(model),
+        precision=precision,
+        options={**options, "load": str(folder)},
+    )
+    with judge.check(f"{layout.label}, {precision}") as check:
+        for rank, (one, other) in enumerate(zip(resumed, went_on)):
+            found = one["setup"]["next_rollout_id"]
+            check.true(f"the next rollout id on rank {rank} is 1", found == 1, found)
+            for what in ("random_state", "saved"):
+                check.same(f"{what} on rank {rank}", comparing.different(one[what], other[what]))
+            metrics = comparing.different(one["next"]["metrics"], other["next"]["metrics"])
+            check.same(f"metrics of the next steps on rank {rank}", metrics)
+            check.same(f"weights after them on rank {rank}", comparing.different(one["export"], other["export"]))
+        if precision == "fp16":
+            first, then = (went_on[0][name]["metrics"] for name in ("train", "next"))
+            check.true("the first step overflows", first[0]["skipped_steps"] == 1, first[0])
+            taken = [one for one in then if not one["skipped_steps"]]
+            check.true("after the save a step is taken", bool(taken), then)
+
+
+def check_resharding(judge: Judge, layout: Layout, source: Layout, model: str) -> None:
+    """Load the checkpoint of a source under a layout and go on; `model` is its name."""
+    folder = judge.folder / f"checkpoint-of-{model}-{source.label}"
+    last = [
+        act("export", "saved", dtype="float32"),
+        act("train", "next", rollout=SECOND, rollout_id=1),
+        act("export", dtype="float32"),
+    ]
+    first = [act("setup"), act("train", rollout=FIRST), act("save", folder=str(folder))]
+    went_on = judge.play(source, [*first, *last], model=judge.model(model), once=True, options=OPTIONS)
+    moved = judge.play(
+        layout, [act("setup"), *last], model=judge.model(model), options={**OPTIONS, "load": str(folder)}
+    )
+    with judge.check(f"from {source.label} to {layout.label}") as check:
+        names = comparing.different(moved[0]["saved"]["tensors"], went_on[0]["saved"]["tensors"])
+        check.same("weights", names)
+        found, expected = moved[0]["next"]["metrics"], went_on[0]["next"]["metrics"]
+        bounds = {"grad_norm": tolerances.GRAD_NORM, "lr": tolerances.LEARNING_RATE, "loss": tolerances.FP32}
+        for name, bound in bounds.items():
+            floor = 1.0 if name == "loss" else 1e-3
+            off = comparing.relative([one[name] for one in found], [one[name] for one in expected], floor)
+            check.close(f"{name} of the next steps", off, bound)
+        weights = comparing.tensors(moved[0]["export"]["tensors"], went_on[0]["export"]["tensors"])
+        check.close("weights after them", weights, tolerances.BETWEEN_LAYOUTS)
+        ids = [one["setup"]["next_rollout_id"] for one in moved]
+        check.true("the next rollout id is 1 on all ranks", set(ids) == {1}, ids)
+
+
+def check_sleep(judge: Judge, layout: Layout, order: str, precision: str, model: str) -> None:
+    """Sleep and wake by one of `SLEEPS`, and go on; `model` is its name."""
+    first, second = act("train", rollout=FIRST), act("train", "next", rollout=SECOND, rollout_id=1)
+    ending = [second, act("export", dtype="float32")]
+    awake_actions = [act("setup"), first, *ending]
+    awake = judge.play(layout, awake_actions, once=True, model=judge.model(model), precision=precision, options=OPTIONS)
+    # the second time reuses the host's buffers
+    actions = [act("setup"), *SLEEPS[order], first, *SLEEPS[order], *ending]
+    slept = judge.play(layout, actions, model=judge.model(model), precision=precision, options=OPTIONS)
+    with judge.check(f"{layout.label}, {order}, {precision}") as check:
+        for rank, (one, other) in enumerate(zip(slept, awake)):
+            for what in ("next", "export"):
+                check.same(f"{what} on rank {rank}", comparing.different(one[what], other[what]))
 
 
 def _check_refusal(check: Check, judge: Judge, layout: Layout, folder: Path, claim: str, name: str) -> None:

@@ -16,41 +16,11 @@ class WeightsTests:
 
     def test_an_export_is_what_save_pretrained_writes(self, judge: Judge, layout: Layout, exported: str) -> None:
         """Names, shapes, dtypes and values, through buckets of any size; tied weights once; no padding."""
-        model = judge.model(exported, dtype="bfloat16", seed=3)
-        actions = [act("export", name, bucket_bytes=size) for name, size in BUCKETS.items()]
-        actions.append(act("export", "as float32", dtype="float32"))
-        results = judge.play(layout, [act("setup"), *actions], model=model)
-        with safe_open(model / "model.safetensors", framework="pt") as file:
-            expected = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-        with judge.check(f"{layout.label}, {exported}") as check:
-            for name, size in BUCKETS.items():
-                for rank, one in enumerate(results):
-                    found = one[name]["tensors"]
-                    same = comparing.different(found, expected)
-                    check.same(f"{name}: names, shapes, dtypes and values on rank {rank}", same)
-                _check_plan(check, name, size, [one[name] for one in results])
-            wide = {name: one.float() for name, one in expected.items()}
-            check.same("as float32", comparing.different(results[0]["as float32"]["tensors"], wide))
+        check_export(judge, layout, exported)
 
     def test_each_kind_of_holders_gets_the_data(self, judge: Judge, layout: Layout, holders: str) -> None:
         """Who asked for data has it all, who did not has only the plan, which all ranks know first and keep."""
-        actions = [act("setup"), act("export", "all"), act("export", holders=holders)]
-        results = judge.play(layout, actions)
-        whole: dict[str, Any] = {}
-        with judge.check(f"{layout.label}, {holders}") as check:
-            for rank, one in enumerate(results):
-                found = one["export"]["tensors"]
-                stages = {entry["stage"] for entry in one["export"]["plan"] if entry["name"] in found}
-                leads = {"all": True, "rank0": rank == 0, "stage_lead": one["export"]["stage_lead"]}[holders]
-                check.true(f"rank {rank} {'holds data' if leads else 'holds none'}", bool(found) == leads)
-                if holders == "stage_lead":
-                    own = {one["setup"]["pp_rank"]} if leads else set()
-                    check.true(f"rank {rank} holds its own stage alone", stages == own, stages)
-                whole |= found
-                if holders == "all":
-                    check.same(f"weights of rank {rank}", comparing.different(found, results[0]["all"]["tensors"]))
-            check.same("weights", comparing.different(whole, results[0]["all"]["tensors"]))
-            _check_plan(check, holders, 4096, [one["export"] for one in results])
+        check_holders(judge, layout, holders, "qwen3")
 
     def test_an_export_that_one_rank_leaves_ends_on_all(self, judge: Judge, layout: Layout) -> None:
         """Nobody hangs, the others are told, and the next export and training work."""
@@ -68,6 +38,46 @@ class WeightsTests:
                 expected = "left" if rank == leaver else "told"
                 check.true(f"rank {rank} {expected}", one["abandon_export"] == expected, one["abandon_export"])
                 check.same(f"the next export on rank {rank}", comparing.different(one["after"], one["before"]))
+
+
+def check_export(judge: Judge, layout: Layout, exported: str) -> None:
+    """Hold exports of a model, by its name, to its folder."""
+    model = judge.model(exported, dtype="bfloat16", seed=3)
+    actions = [act("export", name, bucket_bytes=size) for name, size in BUCKETS.items()]
+    actions.append(act("export", "as float32", dtype="float32"))
+    results = judge.play(layout, [act("setup"), *actions], model=model)
+    with safe_open(model / "model.safetensors", framework="pt") as file:
+        expected = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    with judge.check(f"{layout.label}, {exported}") as check:
+        for name, size in BUCKETS.items():
+            for rank, one in enumerate(results):
+                found = one[name]["tensors"]
+                same = comparing.different(found, expected)
+                check.same(f"{name}: names, shapes, dtypes and values on rank {rank}", same)
+            _check_plan(check, name, size, [one[name] for one in results])
+        wide = {name: one.float() for name, one in expected.items()}
+        check.same("as float32", comparing.different(results[0]["as float32"]["tensors"], wide))
+
+
+def check_holders(judge: Judge, layout: Layout, holders: str, model: str) -> None:
+    """Hold an export for some holders to one for all ranks; `model` is its name."""
+    actions = [act("setup"), act("export", "all"), act("export", holders=holders)]
+    results = judge.play(layout, actions, model=judge.model(model))
+    whole: dict[str, Any] = {}
+    with judge.check(f"{layout.label}, {holders}") as check:
+        for rank, one in enumerate(results):
+            found = one["export"]["tensors"]
+            stages = {entry["stage"] for entry in one["export"]["plan"] if entry["name"] in found}
+            leads = {"all": True, "rank0": rank == 0, "stage_lead": one["export"]["stage_lead"]}[holders]
+            check.true(f"rank {rank} {'holds data' if leads else 'holds none'}", bool(found) == leads)
+            if holders == "stage_lead":
+                own = {one["setup"]["pp_rank"]} if leads else set()
+                check.true(f"rank {rank} holds its own stage alone", stages == own, stages)
+            whole |= found
+            if holders == "all":
+                check.same(f"weights of rank {rank}", comparing.different(found, results[0]["all"]["tensors"]))
+        check.same("weights", comparing.different(whole, results[0]["all"]["tensors"]))
+        _check_plan(check, holders, 4096, [one["export"] for one in results])
 
 
 def _check_plan(check: Check, name: str, bucket_bytes: int, exports: list[dict[str, Any]]) -> None:

@@ -1,21 +1,25 @@
-"""Tiny Hugging Face model folders, made on the spot: three architectures, tied and untied embeddings."""
+"""Tiny Hugging Face model folders, made on the spot: dense architectures, tied and not, and mixtures of experts."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 VOCABULARY = 67
 """Odd, so that a vocabulary cut over ranks needs padding."""
 
-ARCHITECTURES = ("qwen3", "llama", "qwen2")
-"""Each is a model's name; with "-tied" behind it, embedding and head are one weight."""
+ARCHITECTURES = ("qwen3", "llama", "qwen2", "qwen3_moe")
+"""Each is a model's name; with "-tied" behind it, embedding and head are one weight.
+
+"qwen3_moe" is a mixture of experts in every block, where the weights of a token's two experts sum to 1;
+"qwen3_moe-mixed" has one dense block, and the softmax's own weights.
+"""
 
 
 def tiny_config(model: str) -> PretrainedConfig:
     """Configure a model by its name: four blocks, for pipelines of four stages; four groups of two attention heads."""
-    kind, _, tied = model.partition("-")
+    kind, _, variant = model.partition("-")
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -24,11 +28,16 @@ def tiny_config(model: str) -> PretrainedConfig:
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "max_position_embeddings": 128,
-        "tie_word_embeddings": bool(tied),
+        "tie_word_embeddings": variant == "tied",
         "pad_token_id": None,
         "bos_token_id": None,
         "eos_token_id": None,
     }
+    if kind == "qwen3_moe":
+        mixed = variant == "mixed"
+        sizes |= {"mlp_only_layers": [1] if mixed else [], "norm_topk_prob": not mixed}
+        sizes |= {"head_dim": 6, "moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2}
+        return Qwen3MoeConfig(**sizes)
     if kind == "qwen3":
         return Qwen3Config(head_dim=6, **sizes)  # of its norms' six values the last of four ranks holds none
     return LlamaConfig(**sizes) if kind == "llama" else Qwen2Config(**sizes)

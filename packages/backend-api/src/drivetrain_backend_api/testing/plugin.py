@@ -13,6 +13,7 @@ from drivetrain_backend_api.testing.claims import Claims, Verdict, from_plain, t
 CLAIMS = pytest.StashKey[list[Claims]]()
 _BROKEN_BEFORE = pytest.StashKey[int]()
 _WORKER = "drivetrain_conformance"
+THINNED = pytest.StashKey[dict[type, list[tuple[str, str]]]]()
 FACTS = pytest.StashKey[dict[str, Mapping[str, Any]]]()
 
 
@@ -26,6 +27,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="numbers of ranks to judge on (default: those of the suite's class, else 1,2,4)",
     )
     group.addoption(
+        "--conformance-thorough",
+        action="store_true",
+        help="judge every test under every layout; else layouts of four ranks and more take turns",
+    )
+    group.addoption(
         "--conformance-report", metavar="FILE.json", help="write every claim with its difference and tolerance there"
     )
 
@@ -34,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Check what was given, before anything is collected."""
     config.stash[CLAIMS] = []
     config.stash[FACTS] = {}
+    config.stash[THINNED] = {}
     report = config.getoption("--conformance-report")
     if report and (Path(report).is_dir() or not Path(report).absolute().parent.is_dir()):
         raise pytest.UsageError(f"--conformance-report {report}: its folder must exist, and it must not be a folder")
@@ -109,6 +116,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"{count[Verdict.HOLDS]} claims hold, {count[Verdict.BROKEN]} are broken")
         if left_out:
             terminalreporter.write_line(f"not claimed: {', '.join(left_out)}")
+        if thinned := count[Verdict.THINNED]:
+            terminalreporter.write_line(f"thinned: {thinned} combinations; --conformance-thorough judges them too")
         for one in [one for one in claims if one.verdict is Verdict.BROKEN][:10]:
             terminalreporter.write_line(f"broken: {one.what} ({one.where})")
         excepted = config.stash[FACTS].get(backend, {}).get("exceptions", {})

@@ -4,6 +4,7 @@ Uses nothing of the contract but the rollout's columns, so that a mistake in sha
 """
 
 import math
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -30,8 +32,10 @@ class Trained:
         losses, entropies, grad_norms, lrs: one value an optimizer step.
         before: log-probs over each sample's response before the first step, by sample index.
         log_probs, entropy: of every loss token at its step.
-        weights: after the last step, by Hugging Face name, tied ones once.
+        weights: after the last step, as `save_pretrained` writes them: by Hugging Face name, tied ones once.
         initial: the same before the first step.
+        routing_gap: how clearly experts were chosen, over all tokens and blocks: the least distance between the
+            router's values of the last expert that was taken and of the first one that was not; inf for a dense model.
     """
 
     losses: list[float]
@@ -43,6 +47,7 @@ class Trained:
     entropy: dict[TokenKey, float]
     weights: dict[str, Tensor]
     initial: dict[str, Tensor]
+    routing_gap: float
 
 
 def load_plain(folder: Path) -> Any:
@@ -50,11 +55,34 @@ def load_plain(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
 
-def response_log_probs(model: Any, rollout: RolloutBatch, sample: int, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropy over one sample's response, from the model's own logits."""
+def saved_weights(model: Any) -> dict[str, Tensor]:
+    """Return the tensors that a model saves."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return {name: one for file in Path(folder).glob("*.safetensors") for name, one in load_file(file).items()}
+
+
+def response_log_probs(
+    model: Any, rollout: RolloutBatch, sample: int, temperature: float, gaps: list[float] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropy over one sample's response, from the model's own logits.
+
+    Args:
+        model: plain transformers model.
+        rollout: which has the sample.
+        sample: its row.
+        temperature: that the logits are divided by.
+        gaps: collects, of a mixture of experts, how clearly each block chose; see `Trained.routing_gap`.
+    """
     tokens = rollout.sample_tokens(sample)
     response = int(rollout.response_lengths[sample])
-    logits = model(input_ids=tokens[None], use_cache=False).logits[0].float() / temperature
+    chosen = getattr(model.config, "num_experts_per_tok", None)
+    output = model(input_ids=tokens[None], use_cache=False, **({"output_router_logits": True} if chosen else {}))
+    if chosen and gaps is not None:
+        for block in output.router_logits:
+            ordered = block.detach().sort(-1, descending=True).values
+            gaps.append(float((ordered[:, chosen - 1] - ordered[:, chosen]).min()))
+    logits = output.logits[0].float() / temperature
     log_p = F.log_softmax(logits, dim=-1)[-response - 1 : -1]
     return log_p.gather(1, tokens[-response:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
@@ -83,11 +111,12 @@ def reference_train(folder: Path, rollout: RolloutBatch, config: TrainConfig, *,
     model = load_plain(folder)
     temperature = config.log_probs_temperature
     count = len(rollout)
+    gaps: list[float] = []
     index = [int(one) for one in rollout.per_sample["index"].tolist()]
     with torch.no_grad():
         before = {index[one]: response_log_probs(model, rollout, one, temperature)[0] for one in range(count)}
     parameters = list(model.parameters())
-    initial = {name: one.detach().clone() for name, one in model.named_parameters()}
+    initial = saved_weights(model)
     adam = torch.optim.AdamW(
         [
             {"params": [one for one in parameters if one.ndim >= 2], "weight_decay": config.weight_decay},
@@ -108,7 +137,7 @@ def reference_train(folder: Path, rollout: RolloutBatch, config: TrainConfig, *,
         sequences = max(1.0, float(sum(bool(one.any()) for one in masks.values())))
         loss_sum, entropy_sum = 0.0, 0.0
         for one in samples:
-            log_p, entropy = response_log_probs(model, rollout, one, temperature)
+            log_p, entropy = response_log_probs(model, rollout, one, temperature, gaps)
             mask = masks[one]
             if algorithm == "TokenMean":
                 loss = -((advantages[one] * log_p + ENTROPY_COEF * entropy) * mask).sum() / tokens
@@ -141,8 +170,9 @@ def reference_train(folder: Path, rollout: RolloutBatch, config: TrainConfig, *,
         before=before,
         log_probs=all_log_probs,
         entropy=all_entropy,
-        weights={name: one.detach().clone() for name, one in model.named_parameters()},
+        weights=saved_weights(model),
         initial=initial,
+        routing_gap=min(gaps, default=math.inf),
     )
 
 

@@ -8,7 +8,7 @@ contract, held against a plain single-process reference or against the backend's
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import entry_points, version
 from typing import Any, ClassVar
@@ -16,18 +16,20 @@ from typing import Any, ClassVar
 import pytest
 
 from drivetrain_backend_api.discovery import TRAIN_BACKENDS, load_spec
-from drivetrain_backend_api.errors import DrivetrainError
+from drivetrain_backend_api.errors import ConfigError, DrivetrainError
 from drivetrain_backend_api.spec import BackendSpec, Capabilities
-from drivetrain_backend_api.testing.cases import CASES
+from drivetrain_backend_api.testing.cases import BASE, CASES, EXPERT_CASES, SPLITS
 from drivetrain_backend_api.testing.claims import Claims
 from drivetrain_backend_api.testing.damage import DAMAGES
+from drivetrain_backend_api.testing.drawing import Axis, Drawn, product, thin
 from drivetrain_backend_api.testing.judge import Judge
 from drivetrain_backend_api.testing.judging_contract import ContractTests
+from drivetrain_backend_api.testing.judging_experts import MIXTURES, ExpertsTests
 from drivetrain_backend_api.testing.judging_numbers import NumbersTests
 from drivetrain_backend_api.testing.judging_state import SLEEPS, StateTests
 from drivetrain_backend_api.testing.judging_weights import WeightsTests
-from drivetrain_backend_api.testing.layouts import KINDS, Layout, claimed_layouts
-from drivetrain_backend_api.testing.plugin import CLAIMS, FACTS, chosen_ranks
+from drivetrain_backend_api.testing.layouts import KINDS, Layout, claimed_expert_layouts, claimed_layouts
+from drivetrain_backend_api.testing.plugin import CLAIMS, FACTS, THINNED, chosen_ranks
 from drivetrain_backend_api.testing.ranks import Ranks
 
 EXPORTED = ("qwen3-tied", "llama", "qwen2-tied")
@@ -37,19 +39,22 @@ _USAGE = int(pytest.ExitCode.USAGE_ERROR)
 _GUARD = "test_no_standard_test_was_removed_or_overridden"
 
 
-class ConformanceSuite(NumbersTests, StateTests, WeightsTests, ContractTests):
+class ConformanceSuite(NumbersTests, StateTests, WeightsTests, ExpertsTests, ContractTests):
     """All standard tests. Those of a subclass's own come on top.
 
     Attributes:
         backend: entry point name; None takes --train-backend.
         options: of the backend's configuration, in every run of the suite.
         world_sizes: numbers of ranks; --conformance-ranks takes their place.
+        thorough: judge every test under every layout; else, and without --conformance-thorough, layouts of four ranks
+            and more take turns (see `drawing`).
         exceptions: standard test that the subclass removes (sets to None) or overrides -> the reason.
     """
 
     backend: ClassVar[str | None] = None
     options: ClassVar[Mapping[str, Any]] = {}
     world_sizes: ClassVar[tuple[int, ...]] = (1, 2, 4)
+    thorough: ClassVar[bool] = False
     exceptions: ClassVar[Mapping[str, str]] = {}
 
     def __init_subclass__(cls) -> None:
@@ -75,32 +80,24 @@ class ConformanceSuite(NumbersTests, StateTests, WeightsTests, ContractTests):
         judge.test = request.node.originalname
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Draw layouts and precisions from what the backend claims."""
-        spec = _spec_of(type(self), metafunc.config)
-        layouts = _layouts(type(self), metafunc.config, spec.capabilities)
-        name = metafunc.function.__name__
-        if "source" in metafunc.fixturenames:
-            pairs = _pairs(layouts) if spec.capabilities.resharding else []
-            ids = [f"{source.label}-to-{target.label}" for target, source in pairs]
-            metafunc.parametrize(("layout", "source"), pairs or [_none(name, 2)], ids=ids or None)
+        """Draw layouts and everything else from what the backend claims."""
+        suite, config, name = type(self), metafunc.config, metafunc.function.__name__
+        spec = _spec_of(suite, config)
+        axes = [one for one in _axes(suite, config, spec, name) if set(one.names) & set(metafunc.fixturenames)]
+        if not axes:
             return
-        if "layout" in metafunc.fixturenames:
-            if name == "test_a_rank_that_raises_ends_the_others":
-                layouts = [one for one in layouts if one.ranks > 1]
-            if name == "test_a_damaged_checkpoint_is_refused":
-                layouts = _fewest(layouts)
-            ids = [one.label for one in layouts]
-            metafunc.parametrize("layout", layouts or [_none(name, 1)], ids=ids or None)
-        if "unjudged" in metafunc.fixturenames:
-            left_out = _unjudged(spec.capabilities, layouts)
-            metafunc.parametrize("unjudged", left_out or [_none(name, 1)], ids=left_out or None)
-        if "sleep_order" in metafunc.fixturenames:
-            orders = _sleep_orders(spec.capabilities)
-            ids = [f"{one}-{precision}".replace(",", "").replace(" ", "-") for one, precision in orders]
-            metafunc.parametrize(("sleep_order", "sleep_precision"), orders, ids=ids)
-        for fixture, (values, ids) in _choices(spec, name).items():
-            if fixture in metafunc.fixturenames:
-                metafunc.parametrize(fixture, values or [_none(name, 1)], ids=ids or None)
+        names = [fixture for one in axes for fixture in one.names]
+        drawn = product(axes)
+        refusals = {one.id: _refusal_of(suite, spec, names, one) for one in drawn}
+        kept = drawn
+        if not (suite.thorough or config.getoption("--conformance-thorough")):
+            kept = thin(drawn, name, lambda one: not refusals[one.id])
+            left_out = [one for one in drawn if one not in kept and not refusals[one.id]]
+            config.stash[THINNED].setdefault(suite, []).extend((name, one.id) for one in left_out)
+        metafunc.parametrize(
+            names,
+            [_parameters(one, refusals[one.id]) for one in kept] or [_none(name, len(names))],
+        )
 
     def test_what_is_not_claimed(self, judge: Judge, unclaimed: str) -> None:
         """Reports, for each thing that this backend does not claim, that nothing of it was judged."""
@@ -108,9 +105,26 @@ class ConformanceSuite(NumbersTests, StateTests, WeightsTests, ContractTests):
         pytest.skip(f"not claimed: {unclaimed}")
 
     def test_what_is_claimed_but_not_judged(self, judge: Judge, unjudged: str) -> None:
-        """Reports each kind of parallelism that is claimed, but that no layout of the numbers of ranks chosen has."""
+        """Reports what is claimed, but needs other numbers of ranks: kinds of parallelism, and neutral options."""
         judge.claims.not_judged("test_what_is_claimed_but_not_judged", unjudged)
-        pytest.skip(f"claimed, but not judged on so few ranks: {unjudged}")
+        pytest.skip(f"claimed, but not judged on these numbers of ranks: {unjudged}")
+
+    def test_each_set_of_neutral_options_is_taken_somewhere(self, judge: Judge, refused: str) -> None:
+        """A set of options that the configuration refuses under every layout that the suite knows is never judged."""
+        judge.test = "test_options_keep_the_numbers"
+        with judge.check(refused) as check:
+            check.true("some layout takes these neutral options", False, "refused under every layout that is claimed")
+
+    def test_what_is_thinned(self, judge: Judge, request: pytest.FixtureRequest) -> None:
+        """Reports what layouts of many ranks left to each other."""
+        chosen = {
+            getattr(one, "originalname", "") for one in request.session.items if one.parent is request.node.parent
+        }
+        thinned = [one for one in request.config.stash[THINNED].get(request.cls, []) if one[0] in chosen]
+        for test, where in thinned:
+            judge.claims.thinned(test, where)
+        if thinned:
+            pytest.skip(f"thinned: {len(thinned)} combinations; --conformance-thorough judges them too")
 
     def test_no_standard_test_was_removed_or_overridden(self, request: pytest.FixtureRequest) -> None:
         """A subclass that leaves a standard test out, or puts its own in its place, says why in `exceptions`."""
@@ -160,9 +174,13 @@ def _spec_of(suite: type[ConformanceSuite], config: pytest.Config) -> BackendSpe
     return spec
 
 
-def _layouts(suite: type[ConformanceSuite], config: pytest.Config, capabilities: Capabilities) -> list[Layout]:
+def _sizes(suite: type[ConformanceSuite], config: pytest.Config) -> tuple[int, ...]:
     chosen = chosen_ranks(config)
-    sizes = suite.world_sizes if chosen is None else chosen
+    return suite.world_sizes if chosen is None else chosen
+
+
+def _layouts(suite: type[ConformanceSuite], config: pytest.Config, capabilities: Capabilities) -> list[Layout]:
+    sizes = _sizes(suite, config)
     found = [layout for size in sizes for layout in claimed_layouts(capabilities.parallelism, size)]
     if not found:
         kinds = ", ".join(capabilities.parallelism) or "one process alone"
@@ -182,31 +200,100 @@ def _pairs(layouts: list[Layout]) -> list[tuple[Layout, Layout]]:
     return [(target, chain[place - 1]) for place, target in enumerate(chain) if len(chain) > 1]
 
 
-def _choices(spec: BackendSpec, test: str) -> dict[str, tuple[list[Any], list[str]]]:
-    """For each parametrised fixture: its values and their ids."""
+def _axes(suite: type[ConformanceSuite], config: pytest.Config, spec: BackendSpec, test: str) -> list[Axis]:
+    """Everything that a test can ask for, in the order of its ids."""
     claimed = spec.capabilities
-    neutral = [dict(one) for one in spec.neutral_options]
-    if claimed.cpu_offload:
-        neutral.append({"optimizer_cpu_offload": True})
+    every = _layouts(suite, config, claimed)
+    experts = [one for size in _sizes(suite, config) for one in claimed_expert_layouts(claimed.parallelism, size)]
+    layouts = every
+    if test == "test_a_rank_that_raises_ends_the_others":
+        layouts = [one for one in every if one.ranks > 1]
+    if test == "test_a_damaged_checkpoint_is_refused":
+        layouts = _fewest(every)
+    resharded = test in ("test_a_checkpoint_loads_under_another_layout", "test_experts_load_under_another_layout")
     frozen = [name for name, how in (("ref", claimed.reference), ("teacher", claimed.teacher)) if how]
     low = [one for one in claimed.precisions if one != "fp32"]
-    cases = list(CASES[:1] if test == "test_options_keep_the_numbers" else CASES)
-    return {
-        "case": (cases, [one.name for one in cases]),
-        "neutral": (neutral, ["-".join(_option_id(*pair) for pair in one.items()) for one in neutral]),
-        "precision": (list(claimed.precisions), list(claimed.precisions)),
-        "low_precision": (low, low),
-        "frozen": (frozen, frozen),
-        "damage": (list(DAMAGES), [one.replace(" ", "-") for one in DAMAGES]),
-        "exported": (list(EXPORTED), list(EXPORTED)),
-        "holders": (["all", "stage_lead", "rank0"], ["all", "stage_lead", "rank0"]),
-        "poison": (["nan", "inf"], ["nan", "inf"]),
-        "unclaimed": (_unclaimed(claimed), _unclaimed(claimed)),
+    cases = CASES[:1] if test == "test_options_keep_the_numbers" else CASES
+    axes = [
+        _moves("layout", "source", layouts if claimed.resharding else []) if resharded else _places("layout", layouts),
+        _moves("expert_layout", "expert_source", experts if claimed.resharding else [])
+        if resharded
+        else _places("expert_layout", experts),
+        Axis(names=("case",), values=[(one,) for one in cases], ids=[one.name for one in cases]),
+        Axis(names=("expert_case",), values=[(one,) for one in EXPERT_CASES], ids=[one.name for one in EXPERT_CASES]),
+        Axis(
+            names=("neutral",), values=[(one,) for one in _neutral(spec)], ids=[_set_id(one) for one in _neutral(spec)]
+        ),
+    ]
+    orders = _sleep_orders(claimed)
+    axes.append(
+        Axis(
+            names=("sleep_order", "sleep_precision"),
+            values=orders,
+            ids=[f"{one}-{precision}".replace(",", "").replace(" ", "-") for one, precision in orders],
+        )
+    )
+    words = {
+        "unjudged": _unjudged(suite, spec, every, experts),
+        "refused": _refused(suite, spec, every),
+        "split": list(SPLITS),
+        "precision": list(claimed.precisions),
+        "low_precision": low,
+        "frozen": frozen,
+        "damage": list(DAMAGES),
+        "exported": list(EXPORTED),
+        "mixture": list(MIXTURES),
+        "holders": ["all", "stage_lead", "rank0"],
+        "poison": ["nan", "inf"],
+        "unclaimed": _unclaimed(claimed),
     }
+    return axes + [
+        Axis(
+            names=(name,),
+            values=[(one,) for one in found],
+            ids=[one.replace(",", "").replace(" ", "-") for one in found],
+        )
+        for name, found in words.items()
+    ]
 
 
-def _option_id(name: str, value: Any) -> str:
-    return name if value is True else f"{name}={value}"
+def _places(name: str, layouts: Sequence[Layout]) -> Axis:
+    return Axis(names=(name,), values=[(one,) for one in layouts], ids=[one.label for one in layouts])
+
+
+def _moves(target: str, source: str, layouts: list[Layout]) -> Axis:
+    pairs = _pairs(layouts) if layouts else []
+    return Axis(names=(target, source), values=pairs, ids=[f"{old.label}-to-{new.label}" for new, old in pairs])
+
+
+def _neutral(spec: BackendSpec) -> list[dict[str, Any]]:
+    offload = [{"optimizer_cpu_offload": True}] if spec.capabilities.cpu_offload else []
+    return [*(dict(one) for one in spec.neutral_options), *offload]
+
+
+def _set_id(options: Mapping[str, Any]) -> str:
+    return "-".join(name if value is True else f"{name}={value}" for name, value in options.items())
+
+
+def _refusal(suite: type[ConformanceSuite], spec: BackendSpec, layout: Layout, options: Mapping[str, Any]) -> str:
+    """Say why the backend's configuration does not take options under a layout; "" where it does."""
+    try:
+        spec.config_class(
+            **{**BASE, "hf_checkpoint": "none", "fp32": True, **layout.options, **suite.options, **options}
+        )
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _refusal_of(suite: type[ConformanceSuite], spec: BackendSpec, names: Sequence[str], one: Drawn) -> str:
+    options = dict(zip(names, one.values)).get("neutral")
+    return _refusal(suite, spec, one.layout, options) if one.layout is not None and options else ""
+
+
+def _parameters(one: Drawn, refusal: str) -> Any:
+    marks = [pytest.mark.skip(reason=f"refused under this layout: {refusal}")] if refusal else []
+    return pytest.param(*one.values, marks=marks, id=one.id)
 
 
 def _none(test: str, parameters: int) -> Any:
@@ -214,6 +301,7 @@ def _none(test: str, parameters: int) -> Any:
     reasons = {
         "test_what_is_claimed_but_not_judged": "all that is claimed is judged",
         "test_what_is_not_claimed": "everything is claimed",
+        "test_each_set_of_neutral_options_is_taken_somewhere": "each is",
     }
     reason = reasons.get(test, "not claimed, or nothing of it on so few ranks")
     return pytest.param(*[None] * parameters, marks=pytest.mark.skip(reason=reason), id="nothing")
@@ -227,10 +315,26 @@ def _unclaimed(claimed: Capabilities) -> list[str]:
     return missing + [name for name in names if not getattr(claimed, name)]
 
 
-def _unjudged(claimed: Capabilities, layouts: list[Layout]) -> list[str]:
-    """Kinds of parallelism that are claimed and that no layout has."""
-    seen = {kind for one in layouts for kind in KINDS if (one.sp if kind == "sp" else getattr(one, kind) > 1)}
-    return [kind for kind in claimed.parallelism if kind not in seen]
+def _unjudged(
+    suite: type[ConformanceSuite], spec: BackendSpec, layouts: Sequence[Layout], experts: Sequence[Layout]
+) -> list[str]:
+    """Kinds of parallelism and neutral options that are claimed, and that no layout of this run has."""
+    every = [*layouts, *experts]
+    seen = {kind for one in every for kind in KINDS if (one.sp if kind == "sp" else getattr(one, kind) > 1)}
+    left_out = [kind for kind in spec.capabilities.parallelism if kind not in seen]
+    refused = set(_refused(suite, spec, layouts))
+    return left_out + [
+        _set_id(one)
+        for one in _neutral(spec)
+        if _set_id(one) not in refused and all(_refusal(suite, spec, layout, one) for layout in layouts)
+    ]
+
+
+def _refused(suite: type[ConformanceSuite], spec: BackendSpec, layouts: Sequence[Layout]) -> list[str]:
+    """Neutral options that no layout takes, neither one of this run nor another one that the suite knows."""
+    parallelism = spec.capabilities.parallelism
+    known = [*layouts, *(one for size in ConformanceSuite.world_sizes for one in claimed_layouts(parallelism, size))]
+    return [_set_id(one) for one in _neutral(spec) if all(_refusal(suite, spec, layout, one) for layout in known)]
 
 
 def _sleep_orders(claimed: Capabilities) -> list[tuple[str, str]]:

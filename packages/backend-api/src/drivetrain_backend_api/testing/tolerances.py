@@ -9,6 +9,9 @@ FP32_WEIGHTS = Tolerance(
 GRAD_NORM = Tolerance(value=1e-5, why="fp32 gradients summed in another order; relative, below 0.001 to that")
 LEARNING_RATE = Tolerance(value=1e-12, why="the schedule is computed in float64 on both sides")
 BETWEEN_LAYOUTS = Tolerance(value=1e-5, why="the same sums in another order in fp32; relative to each weight's norm")
+ROUTING_GAP = 1e-4
+"""What the reference's choice of experts must be clear by: a hundred times what fp32 sums in another order are off."""
+
 FIRST_STEP = Tolerance(value=1e-6, why="the same weights, packing and kernels, with and without gradients")
 LOW_PRECISION = {
     "bf16": Tolerance(value=0.03, why="bf16 keeps 8 bits of each activation; relative where above 1"),

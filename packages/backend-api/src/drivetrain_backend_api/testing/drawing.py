@@ -1,0 +1,110 @@
+"""What each test is drawn for: the product of layouts with everything else that it asks for, thinned on many ranks.
+
+Two ranks show nearly every mistake, and four ranks have many layouts. Unless everything is asked for, layouts of four
+ranks and more take turns: each of them has its share of a test's other parameters, and each of these its share of the
+layouts. Never imports torch.
+"""
+
+import itertools
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from drivetrain_backend_api.testing.layouts import Layout
+
+MANY_RANKS = 4
+"""Layouts of so many ranks, and of more, take turns."""
+
+SPARSE = {
+    "test_a_rank_that_raises_ends_the_others": 3,
+    "test_an_export_that_one_rank_leaves_ends_on_all": 3,
+    "test_illegal_calls_name_both_states": 3,
+    "test_a_checkpoint_of_another_model_is_refused": 3,
+    "test_a_save_is_of_the_moment_it_began": 3,
+    "test_sleep_does_not_grow": 3,
+    "test_experts_are_exported_as_save_pretrained_writes": 6,
+    "test_each_kind_of_holders_gets_the_experts": 3,
+    "test_a_resumed_run_with_experts_is_the_same_run": 6,
+    "test_experts_load_under_another_layout": 6,
+    "test_sleep_keeps_every_bit_of_the_experts": 6,
+}
+"""Tests whose outcome hangs on the number of ranks more than on how they are laid out, or that have a like among the
+tests of dense models -> how many layouts are enough."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """Parameters that change together.
+
+    Attributes:
+        names: of the test's fixtures.
+        values: for each id, one value a name.
+        ids: what pytest shows.
+    """
+
+    names: tuple[str, ...]
+    values: Sequence[tuple[Any, ...]]
+    ids: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """One run of a test: a point of the product."""
+
+    values: tuple[Any, ...]
+    id: str
+    places: tuple[int, ...]
+
+    @property
+    def layout(self) -> Layout | None:
+        """What it runs on, the first value; None for a test without layouts."""
+        first = self.values[0] if self.values else None
+        return first if isinstance(first, Layout) else None
+
+
+def product(axes: Sequence[Axis]) -> list[Drawn]:
+    """Draw every combination, the first axis slowest."""
+    return [
+        Drawn(
+            values=tuple(value for axis, place in zip(axes, places) for value in axis.values[place]),
+            id="-".join(axis.ids[place] for axis, place in zip(axes, places)),
+            places=places,
+        )
+        for places in itertools.product(*(range(len(axis.values)) for axis in axes))
+    ]
+
+
+def thin(drawn: Sequence[Drawn], test: str, fits: Callable[[Drawn], bool] = lambda _: True) -> list[Drawn]:
+    """Let layouts of many ranks take turns.
+
+    Args:
+        drawn: the whole product, layouts first.
+        test: its name, which says where the turns begin, so that tests differ.
+        fits: whether a combination can be judged at all; one that cannot takes no turn.
+
+    Returns: in the order of `drawn`, what is judged: of each layout, and of each combination of the other parameters,
+        at least one, where one fits; a test in `SPARSE` is judged on a few of the layouts.
+    """
+    many = [one for one in drawn if one.layout is not None and one.layout.ranks >= MANY_RANKS]
+    layouts = list(dict.fromkeys(one.places[0] for one in many))
+    others = list(dict.fromkeys(one.places[1:] for one in many))
+    first = zlib.crc32(test.encode())
+    if len(layouts) > (few_layouts := SPARSE.get(test, len(layouts))):
+        step = len(layouts) / few_layouts
+        layouts = [layouts[(first + int(step * turn)) % len(layouts)] for turn in range(few_layouts)]
+        many = [one for one in many if one.places[0] in layouts]
+
+    def turn(one: Drawn) -> tuple[int, int]:
+        layout, other = layouts.index(one.places[0]), others.index(one.places[1:])
+        return (other - layout - first) % len(others), layout
+
+    seen: set[tuple[str, Any]] = set()
+    kept = set()
+    for one in sorted((one for one in many if fits(one)), key=turn):
+        shown = {("layout", one.places[0]), ("others", one.places[1:])}
+        if not shown <= seen:
+            seen |= shown
+            kept.add(one.id)
+    few = {one.id for one in drawn if one.layout is None or one.layout.ranks < MANY_RANKS}
+    return [one for one in drawn if one.id in kept | few]
