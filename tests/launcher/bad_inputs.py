@@ -127,6 +127,8 @@ def parquet(columns: Mapping[str, Sequence[object]]) -> Arrange:
 HOSTILE = b"cos\nmkdir\n(S'canary'\ntR."
 """A pickle that makes a folder when it is loaded."""
 
+_TWO_RANKS = ("--actor-num-gpus-per-node", "2")
+
 LAST, BELOW = {"--num-rollout": "1"}, {"--save": "run/iter_0000001/new"}
 
 GOOD_ROW = {"question": "1+1=", "answer": "2"}
@@ -135,6 +137,12 @@ GOOD_ROW = {"question": "1+1=", "answer": "2"}
 def flag(*words: str, wrong: str | None = None, **rest: object) -> BadInput:
     """Words that are wrong by themselves, which is what the page shows of them."""
     return BadInput(wrong=(f"{wrong}: " if wrong else "") + f"`{' '.join(words)}`", more=words, **rest)  # type: ignore[arg-type]
+
+
+def megatron(*words: str, wrong: str | None = None, **rest: object) -> BadInput:
+    """Words that are wrong for the Megatron backend, and the model of the scratch folder."""
+    shown = (f"{wrong}: " if wrong else "") + f"`{' '.join(words)}`"
+    return BadInput(wrong=shown, changes={"--train-backend": "megatron"}, more=words, **rest)  # type: ignore[arg-type]
 
 
 def toml(text: str, wrong: str | None = None, **rest: object) -> BadInput:
@@ -418,9 +426,56 @@ REFUSED: Mapping[str, Sequence[BadInput]] = {
     ),
     "Plugins": (
         BadInput(wrong="`--train-backend deepspeed`", changes={"--train-backend": "deepspeed"}),
-        BadInput(wrong="`--train-backend megatron`", changes={"--train-backend": "megatron"}),
         flag("--rollout-engine", "vllm"),
         flag("--algorithm", "ppo"),
+    ),
+    "The Megatron backend": (
+        megatron("--actor-num-gpus-per-node", "3", "--tensor-model-parallel-size", "3", wrong="4 heads cut in 3"),
+        megatron("--tensor-model-parallel-size", "2", "--actor-num-gpus-per-node", "3", wrong="3 ranks cut in pairs"),
+        megatron("--sequence-parallel", wrong="without tensor parallelism"),
+        megatron(*_TWO_RANKS, "--expert-model-parallel-size", "2", wrong="no mixture of experts"),
+        megatron("--actor-num-gpus-per-node", "4", "--pipeline-model-parallel-size", "4", wrong="2 layers cut in 4"),
+        megatron("--actor-num-gpus-per-node", "8", "--context-parallel-size", "8", wrong="4 heads cut in 8"),
+        megatron("--num-layers-per-virtual-pipeline-stage", "1", wrong="without a pipeline"),
+        megatron("--recompute-num-layers", "1"),
+        megatron("--overlap-param-gather"),
+        megatron("--experimental-diffusion"),
+        megatron("--fsdp-cpu-offload", wrong="another backend's"),
+        BadInput(
+            wrong="an architecture that it does not build",
+            changes={"--train-backend": "megatron"},
+            arrange=edit_json("model/config.json", model_type="gemma2"),
+        ),
+        BadInput(
+            wrong="a teacher of another size",
+            changes={"--train-backend": "megatron"},
+            more=["--algorithm", "opd", "--opd-teacher-load", "other"],
+            arrange=several(
+                lambda folder: shutil.copytree(folder / "model", folder / "other"),
+                edit_json("other/config.json", num_hidden_layers=1),
+            ),
+        ),
+        megatron("--load", "run", wrong="a checkpoint of the FSDP backend"),
+        BadInput(
+            wrong="`--load other`, a model folder whose weights are cut off",
+            changes={"--train-backend": "megatron"},
+            more=["--load", "other"],
+            arrange=several(
+                lambda folder: shutil.copytree(folder / "model", folder / "other"),
+                shorten("other/model.safetensors", 100),
+            ),
+            cut="is damaged: ",
+        ),
+        BadInput(
+            wrong="`--load other`, a checkpoint of Megatron-LM's whose metadata would run code",
+            changes={"--train-backend": "megatron"},
+            more=["--load", "other"],
+            arrange=several(
+                lambda folder: (folder / "other").mkdir(),
+                write("other/metadata.json", "{}"),
+                write("other/.metadata", HOSTILE),
+            ),
+        ),
     ),
     "Model folders": (
         BadInput(wrong="`--hf-checkpoint absent`, which is not there", changes={"--hf-checkpoint": "absent"}),
