@@ -1,16 +1,28 @@
-"""The mutations of `scripts/mutate_fsdp.py` fit the present sources, and its verdicts are right."""
+"""The mutations of `scripts/mutations` fit the present sources, and the verdicts of `scripts/mutate.py` are right."""
 
 import ast
 import json
 import re
 from pathlib import Path
 
-import mutate_fsdp
+import mutate
 import pytest
-from mutate_fsdp import DOCS, FSDP, MUTATIONS, PACKAGES, SUITE, Mutation, MutationError, Result, judged, passes
+from mutate import DOCS, MUTATIONS, PACKAGES, SUITE, TABLES, TITLES, Result, judged, passes
+from mutations import Mutation, MutationError
+from mutations.fsdp import FSDP
+from mutations.megatron import MEGATRON
 
 NODE = "lib/drivetrain_backend_api/testing/test_conformance.py::TestConformance::test_numbers[dp2-packed]"
-ONE = Mutation(name="one", mistake="adds", file="backend-fsdp/src/a.py", old="1 - 1", new="1 + 1")
+ONE = Mutation(
+    name="one",
+    backend="fsdp",
+    mistake="adds",
+    file="backend-fsdp/src/a.py",
+    old="1 - 1",
+    new="1 + 1",
+    test="test_numbers",
+    where="dp2",
+)
 
 
 def suite_tests() -> set[str]:
@@ -20,7 +32,7 @@ def suite_tests() -> set[str]:
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=[one.name for one in MUTATIONS])
 def test_it_applies_once_and_leaves_code_that_compiles(mutation: Mutation) -> None:
-    changed = mutate_fsdp.mutated_text(mutation)
+    changed = mutate.mutated_text(mutation)
     original = (PACKAGES / mutation.file).read_text()
     assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(original))
 
@@ -29,13 +41,17 @@ def test_there_are_enough_of_them_and_their_names_are_unique() -> None:
     names = [one.name for one in MUTATIONS]
     assert len(names) == len(set(names))
     assert len({(one.file, one.old, one.new) for one in MUTATIONS}) == len(names)
-    assert len(names) >= 30
     assert sum(one.file.startswith(FSDP) for one in MUTATIONS) >= 24
+    assert sum(one.file.startswith(MEGATRON) for one in MUTATIONS) >= 20
+    assert {one.backend for one in MUTATIONS} == set(TABLES) == set(TITLES)
     assert not [one.name for one in MUTATIONS if one.file.startswith(SUITE)]
 
 
 @pytest.mark.skipif(not DOCS.exists(), reason="docs/mutations.md is not written yet")
 def test_the_page_has_a_row_for_each_that_names_tests_of_the_suite() -> None:
+    assert [line[3:] for line in DOCS.read_text().splitlines() if line.startswith("## ")] == [
+        f"The {title} backend" for title in TITLES.values()
+    ]
     rows = [line.split(" | ") for line in DOCS.read_text().splitlines() if line.startswith("| ") and "`" in line]
     assert {re.findall(r"\(`([\w-]+)`\)", row[0])[-1] for row in rows} == {one.name for one in MUTATIONS}
     for row in rows:
@@ -44,8 +60,9 @@ def test_the_page_has_a_row_for_each_that_names_tests_of_the_suite() -> None:
         assert set(caught) <= suite_tests()
 
 
-def test_each_names_a_test_of_the_suite_to_try_first() -> None:
-    assert {one.first for one in MUTATIONS} <= suite_tests()
+def test_each_names_the_test_of_the_suite_that_must_catch_it() -> None:
+    assert {one.test for one in MUTATIONS} <= suite_tests()
+    assert ONE.chosen == "test_numbers and (dp2)"
 
 
 @pytest.mark.parametrize(("text", "found"), [("x = 2\n", "0 times"), ("x = 1 - 1 + 1 - 1\n", "2 times")])
@@ -54,29 +71,30 @@ def test_old_text_that_is_not_there_once_is_an_error_with_name_and_file(tmp_path
     path.parent.mkdir(parents=True)
     path.write_text(text)
     with pytest.raises(MutationError, match=f"^one: packages/{ONE.file} .*{found}"):
-        mutate_fsdp.mutated_text(ONE, tmp_path)
+        mutate.mutated_text(ONE, tmp_path)
 
 
 def test_a_file_that_is_gone_is_an_error_with_name_and_file(tmp_path: Path) -> None:
     with pytest.raises(MutationError, match=f"^one: packages/{ONE.file} does not exist"):
-        mutate_fsdp.mutated_text(ONE, tmp_path)
+        mutate.mutated_text(ONE, tmp_path)
 
 
-def test_the_mutated_copy_is_what_an_interpreter_imports(tmp_path: Path) -> None:
-    mutation = MUTATIONS[0]
+@pytest.mark.parametrize("backend", TABLES)
+def test_the_mutated_copy_is_what_an_interpreter_imports(tmp_path: Path, backend: str) -> None:
+    mutation = TABLES[backend][0]
     original = (PACKAGES / mutation.file).read_text()
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    paths = mutate_fsdp.copy_sources(mutation, tmp_path)
-    mutate_fsdp.require_copy(paths, mutate_fsdp.environment(paths, temporary))
-    assert (tmp_path / mutation.file).read_text() == mutate_fsdp.mutated_text(mutation) != original
+    paths = mutate.copy_sources(backend, mutation, tmp_path)
+    mutate.require_copy(backend, paths, mutate.environment(paths, temporary))
+    assert (tmp_path / mutation.file).read_text() == mutate.mutated_text(mutation) != original
     assert (PACKAGES / mutation.file).read_text() == original
 
 
 def test_another_installation_before_the_copy_is_refused(tmp_path: Path) -> None:
-    variables = mutate_fsdp.environment([PACKAGES / one / "src" for one in mutate_fsdp.COPIED], tmp_path)
+    variables = mutate.environment([PACKAGES / one / "src" for one in mutate.copied("fsdp")], tmp_path)
     with pytest.raises(MutationError, match="the copy is not what is imported"):
-        mutate_fsdp.require_copy([tmp_path / "one", tmp_path / "other"], variables)
+        mutate.require_copy("fsdp", [tmp_path / "one", tmp_path / "other"], variables)
 
 
 @pytest.mark.parametrize(
@@ -128,13 +146,13 @@ def test_the_unmutated_copy_passes_only_where_something_ran() -> None:
 
 def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
-    assert mutate_fsdp.read_results(path) == {}
+    assert mutate.read_results(path) == {}
     result = Result(name="one", digest="0", caught=True, by=("test_numbers[dp2]",), seconds=1.5, why="")
-    mutate_fsdp.write_results(path, {"one": result})
-    assert mutate_fsdp.read_results(path) == {"one": result}
+    mutate.write_results(path, {"one": result})
+    assert mutate.read_results(path) == {"one": result}
     path.write_text(json.dumps([{"name": "one"}]))
     with pytest.raises(MutationError, match="holds no results"):
-        mutate_fsdp.read_results(path)
+        mutate.read_results(path)
 
 
 def test_a_result_is_valid_only_for_the_sources_that_it_came_of(tmp_path: Path) -> None:
@@ -142,19 +160,33 @@ def test_a_result_is_valid_only_for_the_sources_that_it_came_of(tmp_path: Path) 
     for path in (backend, suite):
         path.parent.mkdir(parents=True)
         path.write_text("1 - 1")
-    before, baseline = mutate_fsdp.digest_of(ONE, tmp_path), mutate_fsdp.digest_of(None, tmp_path)
+
+    def digests() -> list[str]:
+        choices = [(ONE, "test_numbers"), (ONE, "test_other"), (None, "test_numbers")]
+        return [mutate.digest_of("fsdp", mutation, words, tmp_path) for mutation, words in choices]
+
+    before = digests()
+    assert len(set(before)) == 3
     suite.write_text("2 - 2")
-    assert mutate_fsdp.digest_of(ONE, tmp_path) == before
-    assert mutate_fsdp.digest_of(None, tmp_path) != baseline
+    assert digests()[:2] == before[:2]
+    assert digests()[2] != before[2]
     backend.write_text("2 - 2")
-    assert mutate_fsdp.digest_of(ONE, tmp_path) != before
+    assert not set(digests()) & set(before)
 
 
 def test_the_page_tells_what_caught_what() -> None:
     result = Result(name="one", digest="0", caught=True, by=("test_numbers[dp2]",), seconds=1.5, why="")
-    rendered = mutate_fsdp.page([ONE], {"one": result})
+    rendered = mutate.page({"fsdp": [ONE]}, {"one": result})
     assert rendered.endswith("| adds (`one`) | backend-fsdp: a.py | `test_numbers[dp2]` |\n")
     assert "1.5" not in rendered
+
+
+def test_the_page_keeps_what_it_says_of_other_backends() -> None:
+    result = Result(name="one", digest="0", caught=True, by=("test_numbers[dp2]",), seconds=1.5, why="")
+    both = mutate.page({"megatron": [ONE], "fsdp": [ONE]}, {"one": result})
+    assert both.index("## The FSDP backend") < both.index("## The Megatron backend")
+    assert mutate.page({"fsdp": [ONE]}, {"one": result}, both) == both
+    assert mutate.page({"megatron": [ONE]}, {"one": result}, both) == both
 
 
 @pytest.mark.parametrize(
@@ -167,10 +199,13 @@ def test_the_page_tells_what_caught_what() -> None:
 )
 def test_bad_arguments_are_refused_before_anything_runs(words: list[str], message: str) -> None:
     with pytest.raises(MutationError, match=re.escape(message)):
-        mutate_fsdp.main(words)
+        mutate.main(words)
 
 
 def test_the_list_names_each(capsys: pytest.CaptureFixture[str]) -> None:
-    assert mutate_fsdp.main(["--list"]) == 0
+    assert mutate.main(["--list"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in shown] == [one.name for one in MUTATIONS]
+    assert mutate.main(["--list", "--backend", "megatron"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in shown] == [one.name for one in TABLES["megatron"]]
