@@ -319,6 +319,16 @@ def read_table(folder: Path) -> dict[str, Any]:
     return table
 
 
+def read_pad_token(folder: Path) -> int | None:
+    """Return the token whose embedding Hugging Face's model keeps as it is, None where its configuration names none."""
+    table = read_table(folder)
+    token, vocabulary = table.get("pad_token_id"), table.get("vocab_size")
+    if not isinstance(token, int) or isinstance(token, bool) or not isinstance(vocabulary, int):
+        return None
+    # as torch.nn.Embedding counts
+    return token % vocabulary if -vocabulary <= token < vocabulary else None
+
+
 def shape_of(table: Mapping[str, Any], path: Path) -> ModelShape:
     """Turn a model configuration into a shape.
 

@@ -13,7 +13,7 @@ from drivetrain_backend_api.collectives import from_rank0, together
 from drivetrain_backend_api.log_probs import VocabShard
 from drivetrain_backend_api.parallel import ParallelLayout, ProcessGroups
 from drivetrain_backend_api.weights import ReplicaGroup
-from drivetrain_backend_megatron.architectures import ModelShape
+from drivetrain_backend_megatron.architectures import ModelShape, read_pad_token
 from drivetrain_backend_megatron.config import MegatronConfig
 from drivetrain_backend_megatron.core import buffers
 from drivetrain_backend_megatron.core.groups import expert_group
@@ -145,7 +145,9 @@ def build_model(
     padded_vocab = padded_vocab_size(
         shape.vocab_size, tp_size=layout.tp_size, divisible_by=config.make_vocab_size_divisible_by
     )
-    bare = build_chunks(shape, config, dtype=dtype, device=device, padded_vocab=padded_vocab)
+    bare = build_chunks(
+        shape, config, dtype=dtype, device=device, padded_vocab=padded_vocab, pad_token=read_pad_token(folder)
+    )
     return ModelPart(
         shape=shape,
         chunks=wrap(bare, config),

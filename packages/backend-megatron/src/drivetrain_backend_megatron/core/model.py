@@ -39,6 +39,7 @@ class CausalLM(GPTModel):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.pad_token: int | None = None
         if self.post_process:
             # called as a module, so that the hook waits which gathers updated weights
             self.output_layer.forward = lambda weight: self.output_layer.weight if weight is None else weight
@@ -52,13 +53,25 @@ class CausalLM(GPTModel):  # type: ignore[misc]
 
         Returns: [T, 1, H]; under sequence parallelism this rank's part of T.
         """
-        hidden = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
+        hidden = self._embedded(input_ids) if self.pre_process else None
         out: Tensor = self.decoder(
             hidden_states=hidden,
             attention_mask=None,
             packed_seq_params=_TokensOfBatch(qkv_format="thd", tokens=tokens),
         )
         return out
+
+    def _embedded(self, input_ids: Tensor) -> Tensor:
+        hidden: Tensor = self.embedding(input_ids=input_ids, position_ids=None)
+        if self.pad_token is None:
+            return hidden
+        is_padding = input_ids.view(-1) == self.pad_token
+        if self.config.sequence_parallel:
+            is_padding = is_padding.view(parallel_state.get_tensor_model_parallel_world_size(), -1)[
+                parallel_state.get_tensor_model_parallel_rank()
+            ]
+        # as Hugging Face models do, which keep the padding token's row: where it is zero, its norm's gradient is huge
+        return torch.where(is_padding[:, None, None], hidden.detach(), hidden)
 
     def head_weight(self) -> Tensor:
         """This rank's rows of the head, [V padded / tp, H]."""
@@ -149,9 +162,19 @@ def _expert_settings(shape: ModelShape) -> dict[str, Any]:
 
 
 def build_chunks(
-    shape: ModelShape, config: MegatronConfig, *, dtype: torch.dtype, device: torch.device, padded_vocab: int
+    shape: ModelShape,
+    config: MegatronConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    padded_vocab: int,
+    pad_token: int | None = None,
 ) -> list[CausalLM]:
-    """Build this rank's part of the model, with weights that mean nothing yet."""
+    """Build this rank's part of the model, with weights that mean nothing yet.
+
+    Args:
+        pad_token: whose embedding gets no gradient where it is read, as in Hugging Face's models; None for none.
+    """
     settings = transformer_config(shape, config, dtype=dtype)
     count = config.model_chunks(shape.num_layers)
     chunks = []
@@ -171,6 +194,7 @@ def build_chunks(
                 vp_stage=chunk,
             ).to(device)
         )
+        chunks[-1].pad_token = pad_token
     return chunks
 
 
