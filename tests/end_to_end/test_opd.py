@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-BACKENDS = ["fsdp"]
+BACKENDS = ["fsdp", "megatron"]
 
 ROLLOUTS = 25
 
