@@ -16,7 +16,7 @@ BACKENDS = sorted(installed(TRAIN_BACKENDS))
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_backend_names_the_stacks_that_the_wheel_matrix_trains_it_on(backend: str) -> None:
     lines = load_spec(TRAIN_BACKENDS, backend).tested_with
-    trained = {f"images/{row.stack}.txt" for row in ROWS if row.backend == backend and not row.refusal}
+    trained = {f"images/{row.stack}.txt" for row in ROWS if row.backend == backend}
     assert {line.partition(":")[0] for line in lines} == trained
     assert all((ROOT / one).is_file() for one in trained)
     assert [line for line in lines if not line.partition(": ")[2]] == []

@@ -71,4 +71,8 @@ SPEC = BackendSpec(
     export_checkpoint="drivetrain_backend_megatron.checkpoint:export_checkpoint",
     check_checkpoint="drivetrain_backend_megatron.checkpoint_files:check_checkpoint",
     takes_weights_of="drivetrain_backend_megatron.load_kind:takes_weights_of",
+    tested_with=(
+        "images/newest.txt: all tests with megatron-core 0.16, its core with 0.19; training runs from wheels; on CPUs",
+        "images/lowest.txt: a training run from wheels, on CPUs",
+    ),
 )
