@@ -11,6 +11,11 @@ from drivetrain_backend_api import TRAIN_BACKENDS, installed, load_spec
 
 ROOT = Path(__file__).parents[2]
 BACKENDS = sorted(installed(TRAIN_BACKENDS))
+SILENT = (
+    "from drivetrain_backend_api import BackendSpec, TrainConfig\n"
+    "SPEC = BackendSpec(name='new', api_version=1, target='nowhere:Backend', config_class=TrainConfig)\n"
+)
+"""A backend that names no stack."""
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -39,4 +44,5 @@ def test_the_command_shows_them(site: Any) -> None:
     assert rows["fsdp"]["tested_with"] == list(lines)
     shown = site.drivetrain("backends").stdout
     assert f"  tested with   {lines[0]}\n                {lines[1]}\n" in shown
-    assert "  tested with   nothing that its author names" in shown
+    site.install("backend-new", module="new_spec", name="new", code=SILENT)
+    assert "  tested with   nothing that its author names" in site.drivetrain("backends").stdout
