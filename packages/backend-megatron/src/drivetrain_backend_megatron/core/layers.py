@@ -82,13 +82,14 @@ def block_spec(config: TransformerConfig, shape: ModelShape, chunk: int | None) 
 
 def _layer_spec(config: TransformerConfig, shape: ModelShape, *, sparse: bool) -> ModuleSpec:
     qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    column, row = _linear_layers(config)
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
+            linear_qkv=column,
             core_attention=CoreAttention,
-            linear_proj=BiasedRowParallelLinear if shape.output_bias else RowParallelLinear,
+            linear_proj=BiasedRowParallelLinear if shape.output_bias else row,
             q_layernorm=qk_norm,
             k_layernorm=qk_norm,
         ),
@@ -101,14 +102,23 @@ def _layer_spec(config: TransformerConfig, shape: ModelShape, *, sparse: bool) -
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=moe or _dense_mlp(),
+            mlp=moe or _dense_mlp(column, row),
             mlp_bda=get_bias_dropout_add,
         ),
     )
 
 
-def _dense_mlp() -> Any:
-    submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+def _linear_layers(config: TransformerConfig) -> tuple[type, type]:
+    """Return the column-parallel and the row-parallel linear layer."""
+    if config.transformer_impl == "local":
+        return ColumnParallelLinear, RowParallelLinear
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
+
+    return TEColumnParallelLinear, TERowParallelLinear
+
+
+def _dense_mlp(column: type, row: type) -> Any:
+    submodules = MLPSubmodules(linear_fc1=column, linear_fc2=row)
     # a layer takes a builder since it has this method; the spec goes away with megatron-core 0.17
     if hasattr(MLP, "as_mlp_submodule"):
         return partial(MLP.as_mlp_submodule, submodules=submodules)

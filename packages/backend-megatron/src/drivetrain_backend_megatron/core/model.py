@@ -119,6 +119,7 @@ def transformer_config(shape: ModelShape, config: MegatronConfig, *, dtype: torc
         recompute_granularity=None if config.recompute_granularity == "none" else config.recompute_granularity,
         recompute_method=(config.recompute_method or "uniform") if full else None,
         recompute_num_layers=(config.recompute_num_layers or 1) if full else None,
+        transformer_impl="transformer_engine" if config.transformer_impl == "transformer_engine" else "local",
         # weights always come from a folder
         use_cpu_initialization=True,
         perform_initialization=False,
