@@ -1,5 +1,6 @@
 """Both backends from one Hugging Face checkpoint on one rollout: the same numbers, under layouts of their own."""
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from drivetrain_backend_api.testing.cases import BASE
 from drivetrain_backend_api.testing.judge import act
 from drivetrain_backend_api.testing.models import make_model
 from drivetrain_backend_api.testing.ranks import Ranks
+from drivetrain_backend_api.testing.rollouts import RolloutSpec, draw_rollout
 
 BOUND = 1e-5
 """fp32 sums in another order; weights relative to their norm, the rest relative where above 1."""
@@ -25,23 +27,34 @@ ACTIONS = [
 
 
 @pytest.fixture(scope="module")
-def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    model = make_model(tmp_path_factory.mktemp("models") / "qwen3", "qwen3")
-    options = {**BASE, "hf_checkpoint": str(model), "fp32": True, "global_batch_size": 4}
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A plain model, and one whose padding token, which has an embedding of its own, is among those that are read."""
+    folder = tmp_path_factory.mktemp("models")
+    found = {name: make_model(folder / name, "qwen3") for name in ("plain", "padding")}
+    path = found["padding"] / "config.json"
+    padding = int(draw_rollout(RolloutSpec(samples=8)).tokens[0])
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pad_token_id": padding}))
+    return found
+
+
+@pytest.fixture(scope="module")
+def play() -> Iterator[Any]:
     with Ranks("fsdp", {}) as fsdp, Ranks("megatron", {}) as megatron:
 
-        def run(backend: str, ranks: int, layout: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+        def run(backend: str, model: Path, ranks: int, layout: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
             found = fsdp if backend == "fsdp" else megatron
-            return found.run(ranks, options=options | dict(layout or {}), actions=ACTIONS)
+            options = {**BASE, "hf_checkpoint": str(model), "fp32": True, "global_batch_size": 4, **(layout or {})}
+            return found.run(ranks, options=options, actions=ACTIONS)
 
         yield run
 
 
 @pytest.mark.slow
-def test_both_backends_train_alike(play: Any, tmp_path: Path) -> None:
-    first = play("fsdp", 2)
+@pytest.mark.parametrize("model", ["plain", "padding"])
+def test_both_backends_train_alike(model: str, models: dict[str, Path], play: Any) -> None:
+    first = play("fsdp", models[model], 2)
     layout = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2}
-    second = play("megatron", 4, layout)
+    second = play("megatron", models[model], 4, layout)
     before = [comparing.merged_log_probs([one["log_probs"] for one in results])[0] for results in (first, second)]
     assert comparing.values(before[0], before[1]) < BOUND
     steps = [results[0]["train"]["metrics"] for results in (first, second)]
