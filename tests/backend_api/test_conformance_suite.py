@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,13 +21,13 @@ from transformers import (
 )
 
 from drivetrain_backend_api.batch import RolloutBatch, from_samples
-from drivetrain_backend_api.config import TrainConfig
+from drivetrain_backend_api.config import TrainConfig, option
 from drivetrain_backend_api.spec import BackendSpec
 from drivetrain_backend_api.testing import comparing
 from drivetrain_backend_api.testing.algorithms import ENTROPY_COEF, RAISED
 from drivetrain_backend_api.testing.claims import Claims, Tolerance, Verdict, from_plain, to_plain, write_report
 from drivetrain_backend_api.testing.damage import DAMAGES, files_of
-from drivetrain_backend_api.testing.drawing import SPARSE, Axis, Drawn, product, thin
+from drivetrain_backend_api.testing.drawing import SPARSE, Axis, Drawn, product, refusal, thin, untaken_sets
 from drivetrain_backend_api.testing.judge import Judge, act
 from drivetrain_backend_api.testing.layouts import Layout, claimed_expert_layouts, claimed_layouts
 from drivetrain_backend_api.testing.models import VOCABULARY, make_model
@@ -183,6 +184,45 @@ def test_what_does_not_fit_takes_no_turn() -> None:
     assert {one.layout for one in kept} == set(MANY)
     assert {one.values[1] for one in kept} == set(range(7))
     assert all(one.layout in pipelines for one in kept if one.values[1] == 6)
+
+
+def test_options_that_no_layout_takes_are_told_from_those_that_some_do() -> None:
+    sets = ({"grad_clip": 0.5}, {"grad_clip": -1.0}, {"tensor_model_parallel_size": 3})
+    spec = BackendSpec(name="mine", api_version=1, target="no:no", config_class=PickyConfig, neutral_options=sets)
+    single, pair = Layout(), Layout(pp=2)
+    assert untaken_sets(spec, {}, [single]) == [sets[1], sets[2]]
+    assert untaken_sets(spec, {}, [single, pair]) == [sets[1]]
+    assert untaken_sets(spec, {"grad_clip": -1.0}, [pair]) == [sets[1], sets[2]]
+    assert "--grad-clip" in refusal(spec, single, sets[1])
+    assert refusal(spec, single, sets[0]) == ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PickyConfig(TrainConfig):
+    tensor_model_parallel_size: int = option(1, help="ranks")
+    pipeline_model_parallel_size: int = option(1, help="stages")
+
+    def findings(self) -> list[str]:
+        odd = self.tensor_model_parallel_size == 3 and self.pipeline_model_parallel_size == 1
+        return super().findings() + ["three ranks need two stages"] * odd
+
+
+def test_options_that_no_layout_takes_fail_the_run(tmp_path: Path) -> None:
+    program = """
+import dataclasses, sys, pytest
+from drivetrain_backend_api.testing import suite
+given = suite.load_spec
+suite.load_spec = lambda group, name: dataclasses.replace(given(group, name), neutral_options=({"grad_clip": -1.0},))
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+    words = ["-k", "taken_somewhere", "--train-backend", "fsdp", "--conformance-ranks", "1"]
+    words += [*PYTEST[3:], "-m", "not slow"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=250, cwd=tmp_path
+    )
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
+    assert "FAILED" in done.stdout
+    assert "test_each_set_of_neutral_options_is_taken_somewhere[grad_clip=-1.0]" in done.stdout
 
 
 def test_a_sparse_test_has_some_of_the_layouts() -> None:

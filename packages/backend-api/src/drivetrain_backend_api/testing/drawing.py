@@ -7,10 +7,13 @@ layouts. Never imports torch.
 
 import itertools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from drivetrain_backend_api.errors import ConfigError
+from drivetrain_backend_api.spec import BackendSpec
+from drivetrain_backend_api.testing.cases import BASE
 from drivetrain_backend_api.testing.layouts import Layout
 
 MANY_RANKS = 4
@@ -120,3 +123,23 @@ def thin(drawn: Sequence[Drawn], test: str, fits: Callable[[Drawn], bool] = lamb
             kept.add(one.id)
     few = {one.id for one in drawn if one.layout is None or one.layout.ranks < MANY_RANKS}
     return [one for one in drawn if one.id in kept | few]
+
+
+def neutral_sets(spec: BackendSpec) -> list[Mapping[str, Any]]:
+    """Return the sets of options that must not change the numbers."""
+    offload = [{"optimizer_cpu_offload": True}] if spec.capabilities.cpu_offload else []
+    return [*spec.neutral_options, *offload]
+
+
+def refusal(spec: BackendSpec, layout: Layout, options: Mapping[str, Any]) -> str:
+    """Say why the backend's configuration does not take options under a layout; "" where it does."""
+    try:
+        spec.config_class(**{**BASE, "hf_checkpoint": "none", "fp32": True, **layout.options, **options})
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def untaken_sets(spec: BackendSpec, options: Mapping[str, Any], layouts: Sequence[Layout]) -> list[Mapping[str, Any]]:
+    """Return the sets of neutral options that the configuration refuses, beside other options, under every layout."""
+    return [one for one in neutral_sets(spec) if all(refusal(spec, layout, {**options, **one}) for layout in layouts)]

@@ -16,12 +16,12 @@ from typing import Any, ClassVar
 import pytest
 
 from drivetrain_backend_api.discovery import TRAIN_BACKENDS, load_spec
-from drivetrain_backend_api.errors import ConfigError, DrivetrainError
+from drivetrain_backend_api.errors import DrivetrainError
 from drivetrain_backend_api.spec import BackendSpec, Capabilities
-from drivetrain_backend_api.testing.cases import BASE, CASES, EXPERT_CASES, SPLITS
+from drivetrain_backend_api.testing.cases import CASES, EXPERT_CASES, SPLITS
 from drivetrain_backend_api.testing.claims import Claims
 from drivetrain_backend_api.testing.damage import DAMAGES
-from drivetrain_backend_api.testing.drawing import Axis, Drawn, product, thin
+from drivetrain_backend_api.testing.drawing import Axis, Drawn, neutral_sets, product, refusal, thin, untaken_sets
 from drivetrain_backend_api.testing.judge import Judge
 from drivetrain_backend_api.testing.judging_contract import ContractTests
 from drivetrain_backend_api.testing.judging_experts import MIXTURES, ExpertsTests
@@ -213,6 +213,7 @@ def _axes(suite: type[ConformanceSuite], config: pytest.Config, spec: BackendSpe
     resharded = test in ("test_a_checkpoint_loads_under_another_layout", "test_experts_load_under_another_layout")
     frozen = [name for name, how in (("ref", claimed.reference), ("teacher", claimed.teacher)) if how]
     low = [one for one in claimed.precisions if one != "fp32"]
+    neutral = neutral_sets(spec)
     cases = CASES[:1] if test == "test_options_keep_the_numbers" else CASES
     axes = [
         _moves("layout", "source", layouts if claimed.resharding else []) if resharded else _places("layout", layouts),
@@ -221,9 +222,7 @@ def _axes(suite: type[ConformanceSuite], config: pytest.Config, spec: BackendSpe
         else _places("expert_layout", experts),
         Axis(names=("case",), values=[(one,) for one in cases], ids=[one.name for one in cases]),
         Axis(names=("expert_case",), values=[(one,) for one in EXPERT_CASES], ids=[one.name for one in EXPERT_CASES]),
-        Axis(
-            names=("neutral",), values=[(one,) for one in _neutral(spec)], ids=[_set_id(one) for one in _neutral(spec)]
-        ),
+        Axis(names=("neutral",), values=[(one,) for one in neutral], ids=[_set_id(one) for one in neutral]),
     ]
     orders = _sleep_orders(claimed)
     axes.append(
@@ -235,7 +234,7 @@ def _axes(suite: type[ConformanceSuite], config: pytest.Config, spec: BackendSpe
     )
     words = {
         "unjudged": _unjudged(suite, spec, every, experts),
-        "refused": _refused(suite, spec, every),
+        "refused": _refused(suite, spec),
         "split": list(SPLITS),
         "precision": list(claimed.precisions),
         "low_precision": low,
@@ -266,29 +265,9 @@ def _moves(target: str, source: str, layouts: list[Layout]) -> Axis:
     return Axis(names=(target, source), values=pairs, ids=[f"{old.label}-to-{new.label}" for new, old in pairs])
 
 
-def _neutral(spec: BackendSpec) -> list[dict[str, Any]]:
-    offload = [{"optimizer_cpu_offload": True}] if spec.capabilities.cpu_offload else []
-    return [*(dict(one) for one in spec.neutral_options), *offload]
-
-
-def _set_id(options: Mapping[str, Any]) -> str:
-    return "-".join(name if value is True else f"{name}={value}" for name, value in options.items())
-
-
-def _refusal(suite: type[ConformanceSuite], spec: BackendSpec, layout: Layout, options: Mapping[str, Any]) -> str:
-    """Say why the backend's configuration does not take options under a layout; "" where it does."""
-    try:
-        spec.config_class(
-            **{**BASE, "hf_checkpoint": "none", "fp32": True, **layout.options, **suite.options, **options}
-        )
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
 def _refusal_of(suite: type[ConformanceSuite], spec: BackendSpec, names: Sequence[str], one: Drawn) -> str:
     options = dict(zip(names, one.values)).get("neutral")
-    return _refusal(suite, spec, one.layout, options) if one.layout is not None and options else ""
+    return refusal(spec, one.layout, {**suite.options, **options}) if one.layout is not None and options else ""
 
 
 def _parameters(one: Drawn, refusal: str) -> Any:
@@ -322,19 +301,23 @@ def _unjudged(
     every = [*layouts, *experts]
     seen = {kind for one in every for kind in KINDS if (one.sp if kind == "sp" else getattr(one, kind) > 1)}
     left_out = [kind for kind in spec.capabilities.parallelism if kind not in seen]
-    refused = set(_refused(suite, spec, layouts))
-    return left_out + [
-        _set_id(one)
-        for one in _neutral(spec)
-        if _set_id(one) not in refused and all(_refusal(suite, spec, layout, one) for layout in layouts)
-    ]
+    untaken = untaken_sets(spec, suite.options, layouts)
+    return left_out + [_set_id(one) for one in untaken if not _is_hopeless(suite, spec, one)]
 
 
-def _refused(suite: type[ConformanceSuite], spec: BackendSpec, layouts: Sequence[Layout]) -> list[str]:
-    """Neutral options that no layout takes, neither one of this run nor another one that the suite knows."""
-    parallelism = spec.capabilities.parallelism
-    known = [*layouts, *(one for size in ConformanceSuite.world_sizes for one in claimed_layouts(parallelism, size))]
-    return [_set_id(one) for one in _neutral(spec) if all(_refusal(suite, spec, layout, one) for layout in known)]
+def _refused(suite: type[ConformanceSuite], spec: BackendSpec) -> list[str]:
+    return [_set_id(one) for one in neutral_sets(spec) if _is_hopeless(suite, spec, one)]
+
+
+def _is_hopeless(suite: type[ConformanceSuite], spec: BackendSpec, options: Mapping[str, Any]) -> bool:
+    """Whether no layout takes neutral options, neither one of this run nor another one that the suite knows."""
+    sizes = {*ConformanceSuite.world_sizes, *suite.world_sizes}
+    known = [one for size in sizes for one in claimed_layouts(spec.capabilities.parallelism, size)]
+    return options in untaken_sets(spec, suite.options, known)
+
+
+def _set_id(options: Mapping[str, Any]) -> str:
+    return "-".join(name if value is True else f"{name}={value}" for name, value in options.items())
 
 
 def _sleep_orders(claimed: Capabilities) -> list[tuple[str, str]]:
