@@ -207,6 +207,7 @@ class PickyConfig(TrainConfig):
         return super().findings() + ["three ranks need two stages"] * odd
 
 
+@pytest.mark.slow
 def test_options_that_no_layout_takes_fail_the_run(tmp_path: Path) -> None:
     program = """
 import dataclasses, sys, pytest
