@@ -72,7 +72,9 @@ def test_a_student_comes_close_to_its_teacher(
     assert all(row["train/train_rollout_logprob_abs_diff"] < 1e-4 for row in rows)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend", [BACKENDS[0], *(pytest.param(one, marks=pytest.mark.exhaustive) for one in BACKENDS[1:])]
+)
 def test_a_teacher_and_a_reward_teach_together_over_several_steps(
     backend: str, drivetrain: Command, tmp_path: Path, sums: Path, teacher: Path
 ) -> None:

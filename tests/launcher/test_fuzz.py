@@ -186,7 +186,7 @@ def cases(count: int) -> Any:
 
 
 def test_command_lines_and_variables(fuzz: Fuzz) -> None:
-    @cases(500)
+    @cases(160)
     @given(command_lines())
     def always(case: Case) -> None:
         fuzz.run(case)
@@ -196,7 +196,7 @@ def test_command_lines_and_variables(fuzz: Fuzz) -> None:
 
 
 def test_configuration_files(fuzz: Fuzz) -> None:
-    @cases(600)
+    @cases(200)
     @given(config_files())
     def always(case: Case) -> None:
         fuzz.run(case)
@@ -206,7 +206,7 @@ def test_configuration_files(fuzz: Fuzz) -> None:
 
 
 def test_prompt_files(fuzz: Fuzz) -> None:
-    @cases(450)
+    @cases(150)
     @given(prompt_files())
     def always(case: Case) -> None:
         fuzz.run(case)
@@ -217,7 +217,7 @@ def test_prompt_files(fuzz: Fuzz) -> None:
 
 
 def test_damaged_folders(fuzz: Fuzz) -> None:
-    @cases(450)
+    @cases(150)
     @given(damaged_folders())
     def always(case: Case) -> None:
         fuzz.run(case)
