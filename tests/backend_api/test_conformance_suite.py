@@ -163,7 +163,7 @@ def drawn(layouts: list[Layout], others: int) -> list[Drawn]:
 @pytest.mark.parametrize("test", ["test_one", "test_other"])
 def test_turns_leave_out_no_layout_and_no_case(test: str, others: int) -> None:
     whole = drawn(FEW + MANY, others)
-    kept = thin(whole, test)
+    kept = thin(whole, test, 4)
     many = [one for one in kept if one.layout in MANY]
     assert [one for one in kept if one.layout in FEW] == [one for one in whole if one.layout in FEW]
     assert {one.layout for one in many} == set(MANY)

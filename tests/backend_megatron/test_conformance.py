@@ -7,15 +7,7 @@ from drivetrain_backend_api.testing.suite import ConformanceSuite
 
 @pytest.mark.slow
 class TestMegatron(ConformanceSuite):
-    """On one rank and on two."""
+    """On one rank in full, and on two and four, whose many layouts take turns."""
 
     backend = "megatron"
-    world_sizes = (1, 2)
-
-
-@pytest.mark.slow
-class TestMegatronOnFourRanks(ConformanceSuite):
-    """On four ranks, whose layouts take turns, and between one and four."""
-
-    backend = "megatron"
-    world_sizes = (4,)
+    many_ranks = 2

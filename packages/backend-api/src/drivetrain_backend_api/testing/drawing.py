@@ -1,7 +1,7 @@
 """What each test is drawn for: the product of layouts with everything else that it asks for, thinned on many ranks.
 
-Two ranks show nearly every mistake, and four ranks have many layouts. Unless everything is asked for, layouts of four
-ranks and more take turns: each of them has its share of a test's other parameters, and each of these its share of the
+Two ranks show nearly every mistake, and four ranks have many layouts. Unless everything is asked for, layouts of many
+ranks (four, or what the suite's class says) take turns: each of them has its share of a test's other parameters, and each of these its share of the
 layouts. Never imports torch.
 """
 
@@ -15,9 +15,6 @@ from drivetrain_backend_api.errors import ConfigError
 from drivetrain_backend_api.spec import BackendSpec
 from drivetrain_backend_api.testing.cases import BASE
 from drivetrain_backend_api.testing.layouts import Layout
-
-MANY_RANKS = 4
-"""Layouts of so many ranks, and of more, take turns."""
 
 _FEW, _HALF = 3, 7
 
@@ -90,18 +87,21 @@ def product(axes: Sequence[Axis]) -> list[Drawn]:
     ]
 
 
-def thin(drawn: Sequence[Drawn], test: str, fits: Callable[[Drawn], bool] = lambda _: True) -> list[Drawn]:
+def thin(
+    drawn: Sequence[Drawn], test: str, many_ranks: int, fits: Callable[[Drawn], bool] = lambda _: True
+) -> list[Drawn]:
     """Let layouts of many ranks take turns.
 
     Args:
         drawn: the whole product, layouts first.
         test: its name, which says where the turns begin, so that tests differ.
+        many_ranks: layouts of so many ranks, and of more, take turns.
         fits: whether a combination can be judged at all; one that cannot takes no turn.
 
     Returns: in the order of `drawn`, what is judged: of each layout, and of each combination of the other parameters,
         at least one, where one fits; a test in `SPARSE` is judged on a few of the layouts.
     """
-    many = [one for one in drawn if one.layout is not None and one.layout.ranks >= MANY_RANKS]
+    many = [one for one in drawn if one.layout is not None and one.layout.ranks >= many_ranks]
     layouts = list(dict.fromkeys(one.places[0] for one in many))
     others = list(dict.fromkeys(one.places[1:] for one in many))
     first = zlib.crc32(test.encode())
@@ -121,7 +121,7 @@ def thin(drawn: Sequence[Drawn], test: str, fits: Callable[[Drawn], bool] = lamb
         if not shown <= seen:
             seen |= shown
             kept.add(one.id)
-    few = {one.id for one in drawn if one.layout is None or one.layout.ranks < MANY_RANKS}
+    few = {one.id for one in drawn if one.layout is None or one.layout.ranks < many_ranks}
     return [one for one in drawn if one.id in kept | few]
 
 

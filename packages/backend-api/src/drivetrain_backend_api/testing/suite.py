@@ -46,8 +46,9 @@ class ConformanceSuite(NumbersTests, StateTests, WeightsTests, ExpertsTests, Con
         backend: entry point name; None takes --train-backend.
         options: of the backend's configuration, in every run of the suite.
         world_sizes: numbers of ranks; --conformance-ranks takes their place.
-        thorough: judge every test under every layout; else, and without --conformance-thorough, layouts of four ranks
-            and more take turns (see `drawing`).
+        thorough: judge every test under every layout; else, and without --conformance-thorough, layouts of many ranks
+            take turns (see `drawing`).
+        many_ranks: how many ranks are many.
         exceptions: standard test that the subclass removes (sets to None) or overrides -> the reason.
     """
 
@@ -55,6 +56,7 @@ class ConformanceSuite(NumbersTests, StateTests, WeightsTests, ExpertsTests, Con
     options: ClassVar[Mapping[str, Any]] = {}
     world_sizes: ClassVar[tuple[int, ...]] = (1, 2, 4)
     thorough: ClassVar[bool] = False
+    many_ranks: ClassVar[int] = 4
     exceptions: ClassVar[Mapping[str, str]] = {}
 
     def __init_subclass__(cls) -> None:
@@ -91,7 +93,7 @@ class ConformanceSuite(NumbersTests, StateTests, WeightsTests, ExpertsTests, Con
         refusals = {one.id: _refusal_of(suite, spec, names, one) for one in drawn}
         kept = drawn
         if not (suite.thorough or config.getoption("--conformance-thorough")):
-            kept = thin(drawn, name, lambda one: not refusals[one.id])
+            kept = thin(drawn, name, suite.many_ranks, lambda one: not refusals[one.id])
             left_out = [one for one in drawn if one not in kept and not refusals[one.id]]
             config.stash[THINNED].setdefault(suite, []).extend((name, one.id) for one in left_out)
         metafunc.parametrize(
