@@ -481,7 +481,8 @@ def main() -> int:
     parser.add_argument("--factor", type=float, default=2.0, help="how much farther than transformers bf16 is too far")
     arguments = parser.parse_args()
     device = torch.device("cuda:0" if arguments.device == "cuda" else "cpu")
-    report: dict[str, Any] = {"facts": facts(arguments, " ".join(["python", *sys.argv])), "speed": []}
+    command = " ".join(["python", *sys.argv]).replace(str(arguments.out), "DIR")
+    report: dict[str, Any] = {"facts": facts(arguments, command), "speed": []}
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root) / "numbers"
         parameters = save_model(folder, arguments, layers=arguments.layers)
