@@ -169,18 +169,18 @@ def test_turns_leave_out_no_layout_and_no_case(test: str, others: int) -> None:
     assert {one.layout for one in many} == set(MANY)
     assert {one.values[1] for one in many} == set(range(others))
     assert len(many) == max(len(MANY), others)
-    assert thin(whole, test) == kept
+    assert thin(whole, test, 4) == kept
     assert kept == [one for one in whole if one in kept]
 
 
 def test_tests_begin_their_turns_elsewhere() -> None:
     whole = drawn(MANY, 9)
-    assert thin(whole, "test_one") != thin(whole, "test_other")
+    assert thin(whole, "test_one", 4) != thin(whole, "test_other", 4)
 
 
 def test_what_does_not_fit_takes_no_turn() -> None:
     pipelines = [one for one in MANY if one.pp > 1]
-    kept = thin(drawn(MANY, 7), "test_one", lambda one: one.values[1] != 6 or one.layout in pipelines)
+    kept = thin(drawn(MANY, 7), "test_one", 4, lambda one: one.values[1] != 6 or one.layout in pipelines)
     assert {one.layout for one in kept} == set(MANY)
     assert {one.values[1] for one in kept} == set(range(7))
     assert all(one.layout in pipelines for one in kept if one.values[1] == 6)
@@ -228,7 +228,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 def test_a_sparse_test_has_some_of_the_layouts() -> None:
     test, few = next(iter(SPARSE.items()))
-    kept = thin(drawn(FEW + MANY, 2), test)
+    kept = thin(drawn(FEW + MANY, 2), test, 4)
     assert len({one.layout for one in kept if one.layout in MANY}) == few
     assert {one.values[1] for one in kept if one.layout in MANY} == {0, 1}
     assert all(hasattr(ConformanceSuite, one) for one in SPARSE)

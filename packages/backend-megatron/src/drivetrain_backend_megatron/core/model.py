@@ -207,6 +207,11 @@ def wrap(chunks: Sequence[CausalLM], config: MegatronConfig) -> list[Distributed
         overlap_grad_reduce=config.overlap_grad_reduce,
         overlap_param_gather=config.overlap_param_gather,
     )
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if ".experts." in name:
+                # replicas of whole experts are on tensor-parallel ranks too; Megatron marks this only where ep is over 1
+                setattr(parameter, "allreduce", False)  # noqa: B010 - unknown to types
     return [
         DistributedDataParallel(chunk.config, settings, chunk, disable_bucketing=place > 0)
         for place, chunk in enumerate(chunks)
