@@ -731,7 +731,7 @@ def test_patches_come_once_and_go_with_close(store: dist.Store) -> None:
     groups = RebuildableGroups()
     groups.install()
     patched = {name for name, one in vars(c10d).items() if one is not before[0].get(name)}
-    assert patched == {"_new_process_group_helper", "_new_group_with_tag"}
+    assert patched == {"_new_process_group_helper", "_new_group_with_tag", "batch_isend_irecv"}
     functions = [vars(c10d)[name] for name in patched]
     groups.install()
     assert [vars(c10d)[name] for name in patched] == functions
@@ -758,6 +758,7 @@ def test_a_process_that_never_installs_has_torchs_own_functions() -> None:
     assert c10d._new_process_group_helper.__module__ == "torch.distributed.distributed_c10d"
     assert not hasattr(c10d._new_process_group_helper, "__wrapped__")
     assert not hasattr(c10d._new_group_with_tag, "__wrapped__")
+    assert dist.batch_isend_irecv is c10d.batch_isend_irecv
 
 
 def test_calls_out_of_turn_say_what_state_they_need(store: dist.Store) -> None:

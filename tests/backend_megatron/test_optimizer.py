@@ -108,11 +108,12 @@ def test_state_in_a_smaller_dtype_is_kept_in_it_and_costs_no_more_than_its_round
     made = slices(torch.float32)
     expected = reference(weights_of(made))
     flag = "main_params_dtype" if kind == "main" else f"{kind}_dtype"
-    adam = trained(made, use_precision_aware_optimizer=True, **{flag: "fp16"})
-    assert adam.slice_state("matrix")[kind].dtype == torch.float16
+    small = torch.float16 if kind == "main" else torch.bfloat16
+    adam = trained(made, use_precision_aware_optimizer=True, **{flag: "fp16" if kind == "main" else "bf16"})
+    assert adam.slice_state("matrix")[kind].dtype == small
     others = {"main", "exp_avg", "exp_avg_sq"} - {kind}
     assert {adam.slice_state("matrix")[one].dtype for one in others} == {torch.float32}
-    # fp16 keeps 11 bits: of a weight near 3, and of an update of at most 4 x LR
+    # fp16 keeps 11 bits of a weight near 3, bf16 8 bits of what an update of at most LR is made of, in each of 4 steps
     bound = 4 * 3 * 2**-11 if kind == "main" else 4 * LR * 2**-6
     assert 0 < largest(weights_of(made), expected) < bound
 

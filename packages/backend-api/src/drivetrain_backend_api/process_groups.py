@@ -141,6 +141,7 @@ _installed: "RebuildableGroups | None" = None
 class _Originals:
     new_process_group_helper: Callable[..., Any] = field(default_factory=lambda: c10d._new_process_group_helper)
     new_group_with_tag: Callable[..., Any] = field(default_factory=lambda: c10d._new_group_with_tag)
+    batch_isend_irecv: Callable[..., Any] = field(default_factory=lambda: c10d.batch_isend_irecv)
 
 
 class RebuildableGroups:
@@ -191,6 +192,7 @@ class RebuildableGroups:
         self._originals = _Originals()
         c10d._new_process_group_helper = self._helper_patch(self._originals.new_process_group_helper)
         c10d._new_group_with_tag = self._new_group_patch(self._originals.new_group_with_tag)
+        c10d.batch_isend_irecv = dist.batch_isend_irecv = _batch_patch(self._originals.batch_isend_irecv)
         _installed = self
 
     def uninstall(self) -> None:
@@ -200,6 +202,7 @@ class RebuildableGroups:
             return
         c10d._new_process_group_helper = self._originals.new_process_group_helper
         c10d._new_group_with_tag = self._originals.new_group_with_tag
+        c10d.batch_isend_irecv = dist.batch_isend_irecv = self._originals.batch_isend_irecv
         self._originals = None
         _installed = None
 
@@ -497,6 +500,31 @@ class RebuildableGroups:
                     self._store.wait(others, _FAREWELL)
             else:
                 self._store.set(f"{_KEYS}/left/{self._rank}", "left")
+
+
+def _batch_patch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Send a handle's batch as one; torch up to 2.11 does so for groups of the very class `ProcessGroup` alone.
+
+    One by one, two ranks that both send first wait for each other under NCCL.
+    """
+
+    @functools.wraps(original)
+    def batch_isend_irecv(p2p_op_list: list[Any]) -> Any:
+        group = p2p_op_list[0].group if p2p_op_list else None
+        group = c10d._get_default_group() if group is None else group
+        if not p2p_op_list or not isinstance(group, GroupHandle):
+            return original(p2p_op_list)
+        device = p2p_op_list[0].tensor.device
+        if not getattr(group._get_backend(device), "supports_coalescing", False):
+            return original(p2p_op_list)
+        c10d._check_p2p_op_list(p2p_op_list)
+        with c10d._coalescing_manager(group, device, async_ops=True) as manager:
+            for one in p2p_op_list:
+                peer = "group_dst" if one.op is dist.isend else "group_src"
+                one.op(one.tensor, group=one.group, tag=one.tag, **{peer: one.group_peer})
+        return manager.works
+
+    return batch_isend_irecv
 
 
 def _put_in_place_of(inner: dist.ProcessGroup, handle: GroupHandle) -> None:

@@ -174,6 +174,7 @@ class MegatronBackend(TrainBackend):
         buffers.finish_gathering(self._model.chunks)
         state = State.WEIGHTS_ONLY if keep_weights else State.ASLEEP
         self._sleeper.enter(state)
+        buffers.drop_scratch()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         self.lifecycle.move("sleep", state)

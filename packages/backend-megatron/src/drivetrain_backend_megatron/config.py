@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from drivetrain_backend_api import TrainConfig, option
 
-OPTIMIZER_DTYPES = ("fp32", "bf16", "fp16")
-"""What the optimizer's moments can be kept in."""
+OPTIMIZER_DTYPES = ("fp32", "bf16")
+"""What the optimizer's moments can be kept in; in fp16 squares of small gradients would underflow to zero."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """What each test is drawn for: the product of layouts with everything else that it asks for, thinned on many ranks.
 
 Two ranks show nearly every mistake, and four ranks have many layouts. Unless everything is asked for, layouts of many
-ranks (four, or what the suite's class says) take turns: each of them has its share of a test's other parameters, and each of these its share of the
-layouts. Never imports torch.
+ranks (four, or what the suite's class says) take turns: each of them has its share of a test's other parameters, and
+each of these its share of the layouts. Never imports torch.
 """
 
 import itertools

@@ -86,5 +86,10 @@ def gradient_buffers(chunks: Chunks) -> Mapping[str, Tensor]:
     return {f"gradients.{place}": one.grad_data for place, one in enumerate(_buffers(chunks))}
 
 
+def drop_scratch() -> None:
+    """Free what Megatron keeps for reuse between steps; it is made again when it is asked for."""
+    parallel_state.get_global_memory_buffer().buffer.clear()
+
+
 def _buffers(chunks: Chunks) -> list:  # type: ignore[type-arg]
     return [one for chunk in chunks for one in [*chunk.buffers, *chunk.expert_parallel_buffers]]

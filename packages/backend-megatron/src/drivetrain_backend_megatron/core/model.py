@@ -210,7 +210,7 @@ def wrap(chunks: Sequence[CausalLM], config: MegatronConfig) -> list[Distributed
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if ".experts." in name:
-                # replicas of whole experts are on tensor-parallel ranks too; Megatron marks this only where ep is over 1
+                # tensor-parallel ranks hold replicas of whole experts; Megatron marks that only where ep is over 1
                 setattr(parameter, "allreduce", False)  # noqa: B010 - unknown to types
     return [
         DistributedDataParallel(chunk.config, settings, chunk, disable_bucketing=place > 0)
