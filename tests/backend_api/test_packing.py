@@ -98,7 +98,7 @@ def test_dynamic_micro_batches_are_at_most_about_twice_the_fewest_possible(lengt
 
 
 def test_a_sample_longer_than_the_limit_is_named_by_its_index() -> None:
-    with pytest.raises(DataError, match=r"sample 102 has 30 tokens, more than --max-tokens-per-gpu 20"):
+    with pytest.raises(DataError, match=r"sample 102 has 30 tokens, more than a micro-batch's 20 \(--max-tok"):
         shard_rollout(rollout([5, 5, 30, 5]), dp_size=2, batching=Batching(max_tokens=20))
 
 

@@ -143,7 +143,10 @@ def respond(*token_ids: Any, mask: int = 1, log_prob: float = -0.5) -> CustomRes
         (respond("a"), "token_ids of str instead of ints"),
         (respond(1, log_prob=math.nan), "log-prob nan for token 0, which is not finite"),
         (respond(1, log_prob=1.0), "log-prob 1, which is above 0"),
-        (respond(*range(10)), "10 tokens, which make 11 with the prompt's 1, more than --max-tokens-per-gpu 10"),
+        (
+            respond(*range(10)),
+            "10 tokens, which make 11 with the prompt's 1, more than a micro-batch's 10 (--max-tokens-per-gpu)",
+        ),
         (respond(*range(12)), "12 tokens, which make 13 with the prompt's 1, more than the 12 positions"),
     ],
 )

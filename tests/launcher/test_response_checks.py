@@ -78,7 +78,10 @@ def test_a_malformed_generation_is_refused(bad: Any, complaint: str) -> None:
     ("limits", "complaint"),
     [
         (ResponseLimits(max_positions=9), "6 tokens, which make 10 with the prompt's 4, more than the 9 positions"),
-        (ResponseLimits(max_tokens=9), "6 tokens, which make 10 with the prompt's 4, more than --max-tokens-per-gpu 9"),
+        (
+            ResponseLimits(max_tokens=9),
+            "6 tokens, which make 10 with the prompt's 4, more than a micro-batch's 9 (--max-tokens-per-gpu)",
+        ),
     ],
 )
 def test_a_sample_that_is_too_long_is_told_its_limit(limits: ResponseLimits, complaint: str) -> None:

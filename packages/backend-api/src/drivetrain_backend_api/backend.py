@@ -164,7 +164,7 @@ class TrainBackend(ABC):
         return Batching(
             global_batch_size=self.config.global_batch_size,
             micro_batch_size=self.config.micro_batch_size,
-            max_tokens=self.config.max_tokens_per_gpu if self.config.use_dynamic_batch_size else None,
+            max_tokens=self.config.micro_batch_tokens,
         )
 
     def preprocess_rollout_data(self, rollout: RolloutBatch | RolloutShard) -> RolloutShard:

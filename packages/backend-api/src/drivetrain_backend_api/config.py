@@ -274,6 +274,11 @@ class TrainConfig(OptionGroup):
         return "fp16" if self.fp16 else "fp32" if self.fp32 else "bf16"
 
     @property
+    def micro_batch_tokens(self) -> int | None:
+        """Most tokens of a micro-batch over all ranks that share its tokens; None where there is no such bound."""
+        return self.max_tokens_per_gpu if self.use_dynamic_batch_size else None
+
+    @property
     def log_probs_temperature(self) -> float:
         """Temperature of log-probs: the sampling temperature, or 1 where sampling is greedy."""
         return self.rollout_temperature or 1.0

@@ -84,8 +84,9 @@ def split_micro_batches(
     for item in sorted(range(len(lengths)), key=lambda one: (-lengths[one], one)):
         if lengths[item] > batching.max_tokens:
             raise DataError(
-                f"sample {names[item] if names is not None else item} has {lengths[item]} tokens, more than "
-                f"--max-tokens-per-gpu {batching.max_tokens}; raise it, or lower --rollout-max-response-len"
+                f"sample {names[item] if names is not None else item} has {lengths[item]} tokens, more than a "
+                f"micro-batch's {batching.max_tokens} (--max-tokens-per-gpu); raise it, or lower "
+                "--rollout-max-response-len"
             )
         place = next((one for one, filled in enumerate(sums) if filled + lengths[item] <= batching.max_tokens), None)
         if place is None:

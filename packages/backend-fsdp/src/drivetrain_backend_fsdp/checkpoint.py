@@ -152,7 +152,7 @@ def load_checkpoint(
             f"reading the checkpoint {folder} failed ({first_failure(error)}); {OTHER_CHECKPOINT}"
         ) from error
     optimizer.steps = state.optimizer_steps
-    if scaler.enabled:
+    if scaler.enabled and (state.loss_scale, state.loss_scale_good_steps) != (1.0, 0):  # those of bf16 and fp32
         scaler.scale, scaler.good_steps = state.loss_scale, state.loss_scale_good_steps
     if state.world_size == ranks:
         together(lambda: _restore_random_state(rng_file(folder, rank), device), control)

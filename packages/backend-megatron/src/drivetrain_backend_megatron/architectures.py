@@ -439,6 +439,8 @@ def _experts(table: Mapping[str, Any], path: Path) -> ExpertShape | None:
     num_experts, top_k = _count(table, key, path), _count(table, "num_experts_per_tok", path)
     if top_k > num_experts:
         raise DataError(f"{path}: num_experts_per_tok {top_k} exceeds {key} {num_experts}; copy the model again")
+    if top_k == 1 and table.get("norm_topk_prob"):
+        raise _unsupported(path, "num_experts_per_tok 1 with norm_topk_prob")
     step = _count(table, "decoder_sparse_step", path, default=1)
     dense = table.get("mlp_only_layers") or ()
     layers = range(_count(table, "num_hidden_layers", path))

@@ -102,6 +102,7 @@ class MegatronBackend(TrainBackend):
             optimizer=self._optimizer_on_device,
             gradients=lambda: buffers.gradient_buffers(self._model.chunks),
             groups=all_groups,
+            release=self._release,
         )
         self.lifecycle.move("setup", State.AWAKE)
         return self.next_rollout_id
@@ -121,6 +122,7 @@ class MegatronBackend(TrainBackend):
 
     def optimizer_step(self) -> StepOutcome:
         """See `TrainBackend.optimizer_step`."""
+        self.weights.require_policy("optimizer_step")
         self.lifecycle.end_gradients()
         lr = learning_rate(self.optimizer.steps, self.config)
         norm = self._gradient_norm() / self._scaler.scale
@@ -174,9 +176,6 @@ class MegatronBackend(TrainBackend):
         buffers.finish_gathering(self._model.chunks)
         state = State.WEIGHTS_ONLY if keep_weights else State.ASLEEP
         self._sleeper.enter(state)
-        buffers.drop_scratch()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
         self.lifecycle.move("sleep", state)
 
     def wake_up(self, weights_only: bool = False) -> None:
@@ -250,10 +249,21 @@ class MegatronBackend(TrainBackend):
         state = self.optimizer.state()
         return {name: one for name, one in state.items() if one.device.type == self.device.type}
 
+    def _release(self) -> None:
+        """Give back what is cached for reuse."""
+        buffers.drop_scratch()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def _run(
         self, micro_batches: Sequence[MicroBatch], step_fn: StepFn, *, forward_only: bool
     ) -> list[dict[str, Tensor]]:
         cut = [self._cut(one) for one in micro_batches]
+
+        def inputs(number: int) -> ChunkInput:
+            one = cut[number]
+            tokens = one.tokens(cp=self.groups.cp, kernel=self._model.kernel, rotary=self._model.rotary)
+            return ChunkInput(input_ids=one.input_ids, tokens=tokens)
 
         def loss_of(number: int, hidden: Tensor, head: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
             batch = cut[number].batch
@@ -276,7 +286,8 @@ class MegatronBackend(TrainBackend):
 
         return run_micro_batches(
             self._model.chunks,
-            [ChunkInput(input_ids=one.input_ids, tokens=one.tokens) for one in cut],
+            inputs,
+            len(cut),
             loss_of,
             loss_scale=self._scaler.scale,
             forward_only=forward_only,
@@ -286,10 +297,7 @@ class MegatronBackend(TrainBackend):
         return cut_batch(
             batch,
             layout=self.parallel,
-            cp=self.groups.cp,
             multiple=self.parallel.tp_size if self.config.sequence_parallel else 1,
-            kernel=self._model.kernel,
-            rotary=self._model.rotary,
         )
 
     def _gradient_norm(self) -> float:

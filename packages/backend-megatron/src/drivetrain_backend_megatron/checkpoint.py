@@ -164,6 +164,8 @@ def load_weights(
         DataError: nothing to load, something damaged or of another model.
     """
     source = together(lambda: find_source(folder, flag), control)
+    if len(set(gathered(source, control))) > 1:
+        raise DataError(f"{folder}: ranks see different folders; {flag} must name one that all nodes share")
     if source.kind is LoadKind.HUGGING_FACE:
         part.load(source.folder, also=optimizer.take_master)
         return
@@ -381,7 +383,7 @@ def _load_own(
         )
     _load_tensors(LoadSource(kind=LoadKind.DRIVETRAIN, folder=folder), part, optimizer, control, moments=True)
     optimizer.steps = state.optimizer_steps
-    if scaler.enabled:
+    if scaler.enabled and (state.loss_scale, state.loss_scale_good_steps) != (1.0, 0):  # those of bf16 and fp32
         scaler.scale, scaler.good_steps = state.loss_scale, state.loss_scale_good_steps
     if state.same_layout(ranks, facts):
         together(lambda: _restore_random_state(rng_file(folder, rank), device), control)

@@ -2,9 +2,9 @@
 
 Pure functions of names and shapes: no process group, no model, no file; never imports Megatron.
 
-A layer's parameters lie in one tensor for all layers, with the layer as its first dimension, and those of experts in
-one for all experts too. Where some layers are dense and some sparse each layer has keys of its own, since a tensor of a
-checkpoint has no gaps.
+A dense model's parameters lie in one tensor for all layers, with the layer as its first dimension. In a mixture of
+experts each layer has keys of its own, and its experts lie in one tensor: a tensor of a checkpoint has no gaps where
+some layers are dense, and PyTorch compares all pieces of a tensor with each other when it saves. Reading takes both.
 """
 
 import math
@@ -87,8 +87,7 @@ def _candidates(place: Place, shape: ModelShape) -> Iterator[StoredParameter]:
     if place.expert is not None and shape.experts is not None:
         own = _LOCAL_EXPERT.sub(".experts.", own)
         whole, expert = (shape.experts.num_experts, *whole), (place.expert,)
-    mixed = 0 < len(shape.sparse_layers) < shape.num_layers
-    for stacked in (False, True) if mixed else (True, False):
+    for stacked in (False, True) if shape.sparse_layers else (True, False):
         for name in _spellings(own, sparse=place.layer in shape.sparse_layers):
             if stacked:
                 yield StoredParameter(

@@ -83,7 +83,7 @@ class MegatronConfig(TrainConfig):
     # memory
     sleep_tier: str = option(
         "auto",
-        help="how the accelerator's memory is given back during generation; auto takes memory_saver where its library "
+        help="how sleep() gives the accelerator's memory back; auto takes memory_saver where its library "
         "was preloaded, else offload",
         choices=("auto", "memory_saver", "offload", "process_groups"),
     )
@@ -92,6 +92,12 @@ class MegatronConfig(TrainConfig):
     def model_parallel_size(self) -> int:
         """Ranks that hold one replica of the model: tensor x pipeline x context parallel."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def micro_batch_tokens(self) -> int | None:
+        """See `TrainConfig.micro_batch_tokens`: context-parallel ranks share the tokens of a micro-batch."""
+        tokens = super().micro_batch_tokens
+        return None if tokens is None else tokens * self.context_parallel_size
 
     def model_chunks(self, num_layers: int) -> int:
         """Return the model chunks a pipeline stage; 1 is a plain pipeline, more an interleaved one.

@@ -23,33 +23,33 @@ class RankBatch:
 
     Attributes:
         input_ids: int64 [1, T], padding included.
-        tokens: what attention needs.
+        positions: int64 [T], of each token in its sequence.
+        boundaries: int32 [S + 1], of the sequences of the whole padded batch.
+        max_seqlen: tokens of the longest sequence.
         batch: the micro-batch with this rank's real tokens in its per-token fields; the first ones of T.
     """
 
     input_ids: Tensor
-    tokens: PackedTokens
+    positions: Tensor
+    boundaries: Tensor
+    max_seqlen: int
     batch: MicroBatch
 
+    def tokens(self, *, cp: dist.ProcessGroup | None, kernel: Kernel, rotary: Rotary) -> PackedTokens:
+        """Make what attention needs; made when the micro-batch is run, since it is larger than all the rest."""
+        cos, sin = rotary.angles(self.positions)
+        return PackedTokens(
+            sequences=packed_sequences(self.boundaries, self.max_seqlen, kernel), cos=cos, sin=sin, cp=cp
+        )
 
-def cut_batch(
-    batch: MicroBatch,
-    *,
-    layout: ParallelLayout,
-    cp: dist.ProcessGroup | None,
-    multiple: int,
-    kernel: Kernel,
-    rotary: Rotary,
-) -> RankBatch:
+
+def cut_batch(batch: MicroBatch, *, layout: ParallelLayout, multiple: int) -> RankBatch:
     """Pad a packed micro-batch and take this context-parallel rank's tokens.
 
     Args:
         batch: the whole packed micro-batch.
         layout: of this rank.
-        cp: the context-parallel group.
         multiple: what a rank's tokens are a multiple of: the tensor-parallel size under sequence parallelism.
-        kernel: of attention.
-        rotary: of the model.
     """
     total = len(batch.input_ids)
     unit = layout.cp_size * multiple
@@ -58,15 +58,14 @@ def cut_batch(
     first = layout.cp_rank * part
     real = slice(min(first, total), min(first + part, total))
     positions = torch.cat((batch.position_ids, torch.arange(padding, device=batch.position_ids.device)))
-    cos, sin = rotary.angles(positions[first : first + part])
     boundaries = batch.cu_seqlens
     if padding:
         boundaries = torch.cat((boundaries, boundaries[-1:] + padding))
     return RankBatch(
         input_ids=torch.nn.functional.pad(batch.input_ids, (0, padding))[None, first : first + part],
-        tokens=PackedTokens(
-            sequences=packed_sequences(boundaries, max(batch.max_seqlen, padding), kernel), cos=cos, sin=sin, cp=cp
-        ),
+        positions=positions[first : first + part],
+        boundaries=boundaries,
+        max_seqlen=max(batch.max_seqlen, padding),
         batch=batch if layout.cp_size == 1 else _cut_fields(batch, real),
     )
 

@@ -40,7 +40,8 @@ def kind_of(folder: Path) -> LoadKind:
 
 def takes_weights_of(folder: Path) -> bool:
     """Say whether a folder means one of Megatron-LM's or of Hugging Face's; it may turn out to be damaged."""
-    if (folder / "trainer_state.json").is_file():
+    # others write a file of that name too
+    if (folder / "trainer_state.json").is_file() and any((folder / one).exists() for one in ("checksums.json", "dcp")):
         return False
     return (folder / _LATEST).is_file() or _is_torch_dist(folder) or is_hf_folder(folder)
 
@@ -51,7 +52,8 @@ def find_source(folder: Path, flag: str = "--load") -> LoadSource:
     Raises:
         DataError: it holds none of the three kinds.
     """
-    if (folder / "trainer_state.json").is_file():
+    # others write a file of that name too
+    if (folder / "trainer_state.json").is_file() and any((folder / one).exists() for one in ("checksums.json", "dcp")):
         return LoadSource(kind=LoadKind.DRIVETRAIN, folder=folder)
     if (megatron := _megatron_folder(folder)) is not None:
         return LoadSource(kind=LoadKind.MEGATRON, folder=megatron)

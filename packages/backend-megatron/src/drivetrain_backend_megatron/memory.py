@@ -32,30 +32,54 @@ class Sleeper:
     """
 
     def __init__(
-        self, tier: SleepTier, *, weights: Tensors, optimizer: Tensors, gradients: Tensors, groups: Groups
+        self,
+        tier: SleepTier,
+        *,
+        weights: Tensors,
+        optimizer: Tensors,
+        gradients: Tensors,
+        groups: Groups,
+        release: Callable[[], None],
     ) -> None:
-        """Take functions that name the live tensors; always the same tensors under the same names."""
+        """Take functions that name the live tensors; always the same tensors under the same names.
+
+        Args:
+            tier: what leaves, and how.
+            weights: flat buffers.
+            optimizer: its state on the accelerator.
+            gradients: flat buffers.
+            groups: all of this process.
+            release: gives back to the accelerator what the allocator caches.
+        """
         self._tier = tier
         self._weights, self._optimizer, self._gradients, self._groups = weights, optimizer, gradients, groups
+        self._release = release
         self._weight_copies, self._optimizer_copies = HostCopies(), HostCopies()
         self._dropped: dict[str, int] = {}
         self._is_asleep = False
 
     def enter(self, state: State) -> None:
         """Move what must move for `state`; nothing when it is there already."""
+        goes_to_sleep = state is State.ASLEEP and not self._is_asleep
+        if goes_to_sleep:
+            # first: where another rank does not come, nothing has moved
+            self._groups.destroy()
         if self._is_asleep and state is not State.ASLEEP:
             self._leave_sleep()
         if self._tier is not SleepTier.PROCESS_GROUPS:
             self._move_optimizer(state)
-        if state is State.ASLEEP and not self._is_asleep:
+        if state is not State.AWAKE:
+            self._release()
+        if goes_to_sleep:
             self._go_to_sleep()
 
     def _go_to_sleep(self) -> None:
-        self._groups.destroy()
         match self._tier:
             case SleepTier.OFFLOAD:
                 self._weight_copies.send_away(self._weights())
+                self._release()
             case SleepTier.MEMORY_SAVER:
+                # it copies whatever is allocated, caches too: they are released, and nothing is afterwards
                 _memory_saver().pause()
         self._is_asleep = True
 

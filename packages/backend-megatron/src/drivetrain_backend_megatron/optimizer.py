@@ -143,6 +143,9 @@ class SlicedAdamW:
         for pieces in _pieces(kept):
             wide = tuple(one.to(device=device, dtype=torch.float32) for one in pieces)
             self._update([(wide[0], wide[1], wide[2], wide[3])], lr, decay)
+            if pieces[0].dtype is torch.float16:
+                # to the nearest, most updates of a master would be lost: they are smaller than its last bit
+                _round_at_random(wide[0])
             for stored, new in zip(pieces, wide):
                 if new is not stored and stored is not pieces[1]:
                     stored.copy_(new)
@@ -169,6 +172,13 @@ class SlicedAdamW:
             eps=self._config.adam_eps,
             maximize=False,
         )
+
+
+def _round_at_random(values: Tensor) -> None:
+    """Round float32 to what float16 holds, up or down so that the mean is kept (arXiv:1502.02551), in place."""
+    bits, dropped = values.view(torch.int32), 13  # bits of the fraction that float16 lacks
+    bits += torch.randint(0, 1 << dropped, bits.shape, dtype=torch.int32, device=bits.device)
+    bits &= -(1 << dropped)
 
 
 def _pieces(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:

@@ -188,5 +188,5 @@ def response_limits(config: DrivetrainConfig) -> ResponseLimits:
     return ResponseLimits(
         vocab_size=getattr(text, "vocab_size", None),
         max_positions=usable_positions(model),
-        max_tokens=train.max_tokens_per_gpu if train.use_dynamic_batch_size else None,
+        max_tokens=train.micro_batch_tokens,
     )

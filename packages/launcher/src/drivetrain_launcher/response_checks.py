@@ -100,7 +100,8 @@ def length_problem(prompt_tokens: int, response_tokens: int, limits: ResponseLim
     if limits.max_positions is not None and total > limits.max_positions:
         return f"{words}, more than the {limits.max_positions} positions of the model; end it earlier"
     if limits.max_tokens is not None and total > limits.max_tokens:
-        return f"{words}, more than --max-tokens-per-gpu {limits.max_tokens}; end it earlier, or raise that"
+        room = f"a micro-batch's {limits.max_tokens} (--max-tokens-per-gpu)"
+        return f"{words}, more than {room}; end it earlier, or raise that"
     return None
 
 

@@ -9,6 +9,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 VOCABULARY = 67
 """Odd, so that a vocabulary cut over ranks needs padding."""
 
+PADDING = 5
+"""The padding token of the models that have one, a token like others in rollouts."""
+
 ARCHITECTURES = ("qwen3", "llama", "qwen2", "qwen3_moe")
 """Each is a model's name; with "-tied" behind it, embedding and head are one weight.
 
@@ -29,7 +32,8 @@ def tiny_config(model: str) -> PretrainedConfig:
         "num_key_value_heads": 4,
         "max_position_embeddings": 128,
         "tie_word_embeddings": variant == "tied",
-        "pad_token_id": None,
+        # read it must be, and its embedding kept: transformers gives it no gradient there
+        "pad_token_id": PADDING if kind == "llama" else None,
         "bos_token_id": None,
         "eos_token_id": None,
     }

@@ -67,6 +67,13 @@ def gather_weights(chunks: Chunks) -> None:
     for chunk in chunks:
         if not chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync()
+            continue
+        for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+            # a forward pass between backward and step has gathered already, what is old now
+            if group.param_gather_handle is not None:
+                group.param_gather_handle.wait()
+                group.param_gather_handle = None
+            group.param_gather_dispatched = False
 
 
 def finish_gathering(chunks: Chunks) -> None:

@@ -1,6 +1,6 @@
 """One pass over the micro-batches by Megatron's schedules: none, plain or interleaved pipeline."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,7 +35,8 @@ class ChunkInput:
 
 def run_micro_batches(
     chunks: Chunks,
-    inputs: Sequence[ChunkInput],
+    inputs: Callable[[int], ChunkInput],
+    count: int,
     loss_of: LossOf,
     *,
     loss_scale: float,
@@ -45,7 +46,8 @@ def run_micro_batches(
 
     Args:
         chunks: of the model on this rank.
-        inputs: equally many on every rank.
+        inputs: makes that of a micro-batch by its number; called for each chunk when it runs.
+        count: micro-batches, equally many on every rank.
         loss_of: called where the pipeline ends, in order.
         loss_scale: factor on the loss before the backward pass.
         forward_only: whether there is a backward pass.
@@ -58,11 +60,12 @@ def run_micro_batches(
     config.no_sync_func = [one.no_sync for one in chunks] if len(chunks) > 1 else chunks[0].no_sync
     if config.virtual_pipeline_model_parallel_size is not None and chunks[0].ddp_config.overlap_grad_reduce:
         config.grad_sync_func = [one.start_grad_sync for one in chunks]
-    numbers = [iter(range(len(inputs))) for _ in chunks]
+    numbers = [iter(range(count)) for _ in chunks]
 
     def forward_step(data: Iterator[int], model: DistributedDataParallel) -> tuple[Tensor, Callable[[Tensor], Any]]:
         number = next(data)
-        hidden = model(inputs[number].input_ids, inputs[number].tokens)
+        read = inputs(number)
+        hidden = model(read.input_ids, read.tokens)
         return hidden, partial(loss_step, number, model.module)
 
     def loss_step(number: int, chunk: CausalLM, hidden: Tensor) -> tuple[Tensor, Tensor, Results]:
@@ -77,8 +80,9 @@ def run_micro_batches(
         forward_step_func=forward_step,
         data_iterator=numbers if len(chunks) > 1 else numbers[0],
         model=list(chunks) if len(chunks) > 1 else chunks[0],
-        num_microbatches=len(inputs),
-        seq_length=inputs[0].input_ids.shape[1],
+        num_microbatches=count,
+        # stages tell each other the real lengths
+        seq_length=1,
         micro_batch_size=1,
         forward_only=forward_only,
     )

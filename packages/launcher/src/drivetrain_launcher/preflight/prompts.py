@@ -54,7 +54,7 @@ def check_lengths(
         ConfigError: names the longest prompts.
     """
     most, flag = config.rollout.rollout_max_response_len, "--rollout-max-response-len"
-    room = config.train.max_tokens_per_gpu
+    room = config.train.micro_batch_tokens
     custom = config.rollout.custom_generate is not None  # nobody knows how long its samples become
     findings: list[str] = []
     if answers is not None:
@@ -77,7 +77,7 @@ def _too_long(
     length = len(prompt.prompt_ids) + response
     beginning = f"{prompt.source}: a prompt of {len(prompt.prompt_ids)} tokens and {what} of {response} make {length}"
     if room is not None and length > room:
-        yield f"{beginning}, more than --max-tokens-per-gpu {room}; raise it, or shorten them"
+        yield f"{beginning}, more than a micro-batch's {room} (--max-tokens-per-gpu); raise it, or shorten them"
     limit = positions(Path(config.train.hf_checkpoint))
     if limit is not None and length > limit:
         yield (
