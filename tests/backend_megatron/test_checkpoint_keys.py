@@ -96,9 +96,9 @@ def test_a_range_of_a_rank_is_found_in_the_whole(shape: ModelShape, tp: int) -> 
         (
             sparse(0, 1),
             "decoder.layers.1.mlp.experts.local_experts.1.linear_fc1.weight",
-            "decoder.layers.mlp.experts.experts.linear_fc1.weight",
-            (2, 2, 4, 4),
-            (1, 1),
+            "decoder.layers.1.mlp.experts.experts.linear_fc1.weight",
+            (2, 4, 4),
+            (1,),
         ),
         (
             sparse(1),

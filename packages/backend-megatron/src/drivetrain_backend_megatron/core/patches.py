@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 
 _CPU = torch.device("cpu")
 
@@ -108,6 +109,8 @@ def _placement() -> None:
 
         return make
 
+    # looked up once, and to be the real ones: else `with torch.device(...)` would no longer reach them
+    _device_constructors()
     for name in FACTORIES:
         _set(torch, name, on_cpu(getattr(torch, name)))
     _set(torch.Tensor, "cuda", lambda self, *_, **__: self)
