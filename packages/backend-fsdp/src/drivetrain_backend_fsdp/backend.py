@@ -100,6 +100,7 @@ class FsdpBackend(TrainBackend):
 
     def optimizer_step(self) -> StepOutcome:
         """See `TrainBackend.optimizer_step`."""
+        self.lifecycle.require("optimizer_step")
         self.weights.require_policy("optimizer_step")
         self.lifecycle.end_gradients()
         lr = learning_rate(self.optimizer.steps, self.config)
