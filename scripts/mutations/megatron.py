@@ -141,8 +141,8 @@ CUTS = (
         "positions-of-the-first-rank",
         "every context-parallel rank rotates by the positions of the first one's tokens",
         "forward",
-        "rotary.angles(positions[first : first + part])",
-        "rotary.angles(positions[:part])",
+        "positions=positions[first : first + part]",
+        "positions=positions[:part]",
         where="cp2",
     ),
     _break(
