@@ -13,6 +13,7 @@ class TestFsdp(ConformanceSuite):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 class TestFsdpOnFourRanks(ConformanceSuite):
     """On four ranks, and between one and four."""
 

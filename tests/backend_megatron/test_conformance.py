@@ -1,4 +1,4 @@
-"""The Megatron backend under the conformance suite."""
+"""The Megatron backend under the conformance suite; `--conformance-thorough` judges more."""
 
 import pytest
 
@@ -7,7 +7,17 @@ from drivetrain_backend_api.testing.suite import ConformanceSuite
 
 @pytest.mark.slow
 class TestMegatron(ConformanceSuite):
-    """On one rank in full, and on two and four, whose many layouts take turns."""
+    """On one rank and on two, whose layouts take turns."""
 
     backend = "megatron"
-    many_ranks = 2
+    world_sizes = (1, 2)
+    many_ranks = 1
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+class TestMegatronOnFourRanks(ConformanceSuite):
+    """On four ranks, whose layouts take turns, and between one and four; CI runs what shows most of it."""
+
+    backend = "megatron"
+    world_sizes = (4,)

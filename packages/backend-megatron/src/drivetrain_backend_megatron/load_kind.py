@@ -40,8 +40,7 @@ def kind_of(folder: Path) -> LoadKind:
 
 def takes_weights_of(folder: Path) -> bool:
     """Say whether a folder means one of Megatron-LM's or of Hugging Face's; it may turn out to be damaged."""
-    # others write a file of that name too
-    if (folder / "trainer_state.json").is_file() and any((folder / one).exists() for one in ("checksums.json", "dcp")):
+    if _is_own(folder):
         return False
     return (folder / _LATEST).is_file() or _is_torch_dist(folder) or is_hf_folder(folder)
 
@@ -52,8 +51,7 @@ def find_source(folder: Path, flag: str = "--load") -> LoadSource:
     Raises:
         DataError: it holds none of the three kinds.
     """
-    # others write a file of that name too
-    if (folder / "trainer_state.json").is_file() and any((folder / one).exists() for one in ("checksums.json", "dcp")):
+    if _is_own(folder):
         return LoadSource(kind=LoadKind.DRIVETRAIN, folder=folder)
     if (megatron := _megatron_folder(folder)) is not None:
         return LoadSource(kind=LoadKind.MEGATRON, folder=megatron)
@@ -63,6 +61,13 @@ def find_source(folder: Path, flag: str = "--load") -> LoadSource:
         f"{flag} {folder} holds nothing to load; give a checkpoint of a run of the megatron backend (with "
         "trainer_state.json), a torch_dist checkpoint of Megatron-LM (with .metadata, or with "
         f"{_LATEST}), or a Hugging Face model folder (with config.json and safetensors files)"
+    )
+
+
+def _is_own(folder: Path) -> bool:
+    # others write a trainer_state.json too
+    return (folder / "trainer_state.json").is_file() and any(
+        (folder / one).exists() for one in ("checksums.json", "dcp")
     )
 
 
