@@ -354,8 +354,13 @@ def test_a_refused_model_is_named_with_its_flag(tmp_path: Path) -> None:
 def test_layout_and_ranks_are_checked_against_the_model_folder(tmp_path: Path) -> None:
     model = model_folder(tmp_path / "model", LlamaConfig(**SIZES))
     config = MegatronConfig(hf_checkpoint=model, pipeline_model_parallel_size=3)
+    # the numbers of workers that would fit are not listed for sizes that do not work
+    assert model_findings(config) == model_findings(config, world_size=4)
     assert len(model_findings(config)) == 1
-    assert len(model_findings(config, world_size=4)) == 2
+    works = MegatronConfig(hf_checkpoint=model, pipeline_model_parallel_size=2)
+    assert model_findings(works, world_size=4) == []
+    (finding,) = model_findings(works, world_size=3)
+    assert "3 train workers" in finding
 
 
 def test_a_whole_configuration_is_checked_with_the_workers_that_it_places(tmp_path: Path) -> None:

@@ -216,6 +216,13 @@ def test_keys_and_shapes_are_those_of_megatron(launch: Launch, model: str) -> No
     for key in [one for one in theirs if one.endswith("mlp.linear_fc1.layer_norm_weight")]:
         if key not in weights:
             theirs[key.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")] = theirs.pop(key)
+    if model == "moe":  # ours has keys of its own for each layer of a mixture
+        layers = {key: theirs.pop(key) for key in list(theirs) if key.startswith("decoder.layers.")}
+        theirs |= {
+            key.replace("decoder.layers.", f"decoder.layers.{layer}."): size[1:]
+            for key, size in layers.items()
+            for layer in range(size[0])
+        }
     assert weights == theirs
     moments = {f"optimizer.state.{kind}.{key}" for kind in ("fp32_param", "exp_avg", "exp_avg_sq") for key in weights}
     assert moments <= set(ours)

@@ -153,7 +153,7 @@ def test_layers_of_transformer_engine_are_refused_where_it_is_not_installed(mode
         return
     assert findings(model, transformer_impl="transformer_engine") == [
         "--transformer-impl transformer_engine: TransformerEngine is not installed; "
-        "pip install 'transformer-engine[pytorch]', or take --transformer-impl local"
+        "pip install 'transformer-engine[pytorch]' (never run with it so far), or take --transformer-impl local"
     ]
 
 

@@ -217,7 +217,9 @@ class TrainConfig(OptionGroup):
     )
     ref_load: str | None = option(None, help="folder of the frozen KL reference model", metavar="DIR")
     opd_teacher_load: str | None = option(None, help="folder of the on-policy-distillation teacher", metavar="DIR")
-    load: str | None = option(None, help="Drivetrain checkpoint folder to start from", metavar="DIR")
+    load: str | None = option(
+        None, help="checkpoint to start from: a run's folder, or another that the train backend takes", metavar="DIR"
+    )
     trust_remote_code: bool = option(False, help="allow Python code inside the model folder to run", runs_code=True)
     attention_backend: str = option("auto", help="packed attention kernel", choices=("auto", "varlen", "per_sequence"))
 

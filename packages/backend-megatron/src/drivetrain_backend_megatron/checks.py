@@ -58,7 +58,7 @@ def _layer_findings(config: MegatronConfig) -> list[str]:
         return []
     return [
         "--transformer-impl transformer_engine: TransformerEngine is not installed; "
-        "pip install 'transformer-engine[pytorch]', or take --transformer-impl local"
+        "pip install 'transformer-engine[pytorch]' (never run with it so far), or take --transformer-impl local"
     ]
 
 
@@ -70,13 +70,14 @@ def layout_findings(shape: ModelShape, config: MegatronConfig, *, world_size: in
         config: its parallel sizes.
         world_size: ranks in all, None where that is not known yet.
     """
-    return [
+    found = [
         *_tensor_findings(shape, config.tensor_model_parallel_size),
         *_context_findings(shape, config.tensor_model_parallel_size, config.context_parallel_size),
         *_pipeline_findings(shape, config),
         *_expert_findings(shape, config),
-        *_world_findings(config, world_size),
     ]
+    # numbers of workers that fit sizes which do not work would only mislead
+    return found or _world_findings(config, world_size)
 
 
 def _divisors(*numbers: int) -> str:

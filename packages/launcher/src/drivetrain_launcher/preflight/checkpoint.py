@@ -48,7 +48,8 @@ def find_load(config: DrivetrainConfig) -> tuple[Loaded | None, list[str]]:
     if load is None:
         return None, []
     if not Path(load).is_dir():
-        return None, [f"--load {load}: no such folder; give the folder of a run, or of one of its checkpoints"]
+        wrong = "not a folder" if Path(load).exists() else "no such folder"
+        return None, [f"--load {load}: {wrong}; give the folder of a run, or of one of its checkpoints"]
     try:
         loaded = resolve_load(config.backend, load)
     except DataError as error:
