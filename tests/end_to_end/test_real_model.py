@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make = ["uv", "run", "--no-sync", "--with", "gguf", "--with", "accelerate", "python", str(ASSETS / "smollm2.py")]
     subprocess.run([*make, str(folder / "model")], check=True, timeout=900, cwd=Path(__file__).parents[2])
     (folder / "my_rewards.py").write_text(REWARD)
-    problems = [json.loads(line) for line in (ASSETS / "gsm8k" / "train.jsonl").open()][:4]
+    problems = [json.loads(line) for line in (ASSETS / "gsm8k" / "train.jsonl").read_text("utf-8").splitlines()[:4]]
     rows = [{"question": one["question"], "answer": one["answer"].split("####")[1].strip()} for one in problems]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
     return folder
