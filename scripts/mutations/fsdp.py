@@ -390,10 +390,10 @@ CHECKPOINTS = (
         "        scaler.good_steps = state.loss_scale_good_steps",
         test="test_a_resumed_run_is_the_same_run",
     ),
-    _fsdp(
+    _api(
         "random-state-not-restored",
         "the random state is saved and never read",
-        "checkpoint",
+        "checkpoint_files",
         '    torch.set_rng_state(states["cpu"])\n',
         "",
         test="test_a_resumed_run_is_the_same_run",
@@ -402,8 +402,8 @@ CHECKPOINTS = (
         "random-state-of-rank-0",
         "every rank restores the random state of rank 0",
         "checkpoint",
-        "_restore_random_state(rng_file(folder, rank), device)",
-        "_restore_random_state(rng_file(folder, 0), device)",
+        "restore_random_state(rng_file(folder, rank), device)",
+        "restore_random_state(rng_file(folder, 0), device)",
         test="test_a_resumed_run_is_the_same_run",
     ),
     _fsdp(

@@ -26,7 +26,7 @@ from drivetrain_backend_api.testing.models import make_model
 from drivetrain_backend_api.testing.ranks import free_port
 from drivetrain_backend_megatron.architectures import read_shape
 from drivetrain_backend_megatron.checkpoint_files import check_checkpoint
-from drivetrain_backend_megatron.load_kind import LoadKind, find_source, kind_of
+from drivetrain_backend_megatron.load_kind import LoadKind, find_source
 from drivetrain_backend_megatron.name_map import places
 
 RANKS = Path(__file__).with_name("checkpoint_ranks.py")
@@ -287,22 +287,22 @@ def test_kinds_are_told_apart_by_their_files(launch: Launch, tmp_path: Path) -> 
     launch.found("save-dense")
     launch.found("save-plain-dense")
     plain = launch.root / "plain-dense"
-    assert kind_of(launch.root / "dense") is LoadKind.DRIVETRAIN
-    assert kind_of(plain) is LoadKind.MEGATRON
-    assert kind_of(launch.models["dense"]) is LoadKind.HUGGING_FACE
+    assert find_source(launch.root / "dense").kind is LoadKind.DRIVETRAIN
+    assert find_source(plain).kind is LoadKind.MEGATRON
+    assert find_source(launch.models["dense"]).kind is LoadKind.HUGGING_FACE
     shutil.copytree(plain, tmp_path / "iter_0000012")
     with pytest.raises(DataError, match="holds nothing to load"):
-        kind_of(tmp_path)
+        find_source(tmp_path)
     latest = tmp_path / "latest_checkpointed_iteration.txt"
     latest.write_text("12\n")
     source = find_source(tmp_path)
     assert (source.kind, source.folder) == (LoadKind.MEGATRON, tmp_path / "iter_0000012")
     latest.write_text("13")
     with pytest.raises(DataError, match=f"{latest} names iter_0000013, which is no torch_dist checkpoint"):
-        kind_of(tmp_path)
+        find_source(tmp_path)
     latest.write_text("soon")
     with pytest.raises(DataError, match=f"{latest} names no iteration"):
-        kind_of(tmp_path)
+        find_source(tmp_path)
 
 
 def test_what_is_whole_is_found_whole_and_what_is_not_is_named(launch: Launch, tmp_path: Path) -> None:

@@ -19,13 +19,13 @@ from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as metadata_module
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from drivetrain_backend_api.errors import DataError, printable
+from drivetrain_backend_api.errors import DataError, DrivetrainError, printable
 
 FORMAT = 1
 """Version of the folder's layout."""
@@ -250,6 +250,40 @@ def read_metadata(folder: Path, tensors: str = TENSORS) -> Metadata:
     if not isinstance(metadata, Metadata):
         raise DataError(f"{path} is damaged: it holds a {type(metadata).__name__}; {OTHER_CHECKPOINT}")
     return metadata
+
+
+def require_shared(folder: Path, rank: int) -> None:
+    """Refuse to write into a folder that a rank does not see.
+
+    Made there, it would lie on this node's own disk, and the checkpoint would lack its shards.
+
+    Raises:
+        DataError: with the rank.
+    """
+    if not folder.is_dir():
+        raise DataError(
+            f"rank {rank} does not see the checkpoint folder {folder}; "
+            "--save must be a folder on a file system that all nodes share"
+        )
+
+
+def write_random_state(folder: Path, rank: int, device: torch.device) -> None:
+    """Write this rank's random states, of the CPU and of the GPU where it trains on one."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    try:
+        save_file(states, rng_file(folder, rank))
+    except SafetensorError as error:
+        raise DrivetrainError(f"writing {rng_file(folder, rank)} failed: {error}") from error
+
+
+def restore_random_state(path: Path, device: torch.device) -> None:
+    """Make the random states that a file holds this process's own. Raises what `read_random_state` raises."""
+    states = read_random_state(path)
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
 
 
 def read_random_state(path: Path) -> dict[str, Tensor]:

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -28,11 +26,13 @@ from drivetrain_backend_api.checkpoint_files import (
     TrainerState,
     checksums_of,
     read_metadata,
-    read_random_state,
     read_state,
+    require_shared,
+    restore_random_state,
     rng_file,
     verify_checksums,
     write_checksums,
+    write_random_state,
     write_state,
 )
 from drivetrain_backend_api.collectives import gathered, together
@@ -73,19 +73,8 @@ def save_checkpoint(
     """
     rank, ranks = model.mesh.get_rank(), model.mesh.size()
 
-    def look() -> None:
-        # Made here, it would lie on this node's own disk, and the checkpoint would lack its shards.
-        if not folder.is_dir():
-            raise DataError(
-                f"rank {rank} does not see the checkpoint folder {folder}; "
-                "--save must be a folder on a file system that all nodes share"
-            )
-
     def write_own() -> None:
-        try:
-            save_file(_random_state(device), rng_file(folder, rank))
-        except SafetensorError as error:
-            raise DrivetrainError(f"writing {rng_file(folder, rank)} failed: {error}") from error
+        write_random_state(folder, rank, device)
         if rank == 0:
             state = TrainerState(
                 format=FORMAT,
@@ -98,7 +87,7 @@ def save_checkpoint(
             )
             write_state(folder, state)
 
-    together(look, control)
+    together(lambda: require_shared(folder, rank), control)
     together(write_own, control)
     try:
         save(
@@ -155,7 +144,7 @@ def load_checkpoint(
     if scaler.enabled and (state.loss_scale, state.loss_scale_good_steps) != (1.0, 0):  # those of bf16 and fp32
         scaler.scale, scaler.good_steps = state.loss_scale, state.loss_scale_good_steps
     if state.world_size == ranks:
-        together(lambda: _restore_random_state(rng_file(folder, rank), device), control)
+        together(lambda: restore_random_state(rng_file(folder, rank), device), control)
     return state.next_rollout_id
 
 
@@ -233,20 +222,6 @@ def _check_fit(folder: Path, metadata: Metadata, shapes: Mapping[str, tuple[int,
                 f"{folder} is a checkpoint of another model: tensor {name!r} has shape {stored.get(name, 'none')} "
                 f"there and {shapes.get(name, 'none')} in the model; give the --hf-checkpoint that training began with"
             )
-
-
-def _random_state(device: torch.device) -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def _restore_random_state(path: Path, device: torch.device) -> None:
-    states = read_random_state(path)
-    torch.set_rng_state(states["cpu"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
 
 
 def _aliases(hf_checkpoint: Path) -> dict[str, str]:

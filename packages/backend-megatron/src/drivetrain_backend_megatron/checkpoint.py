@@ -14,8 +14,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -25,15 +23,17 @@ from drivetrain_backend_api.checkpoint_files import (
     TrainerState,
     checksums_of,
     read_metadata,
-    read_random_state,
     read_state,
+    require_shared,
+    restore_random_state,
     rng_file,
     verify_checksums,
     write_checksums,
+    write_random_state,
     write_state,
 )
 from drivetrain_backend_api.collectives import gathered, together
-from drivetrain_backend_api.errors import DataError, DrivetrainError
+from drivetrain_backend_api.errors import DataError
 from drivetrain_backend_api.hf_export import StoredTensor, export_dtypes, require_unused, write_model_folder
 from drivetrain_backend_api.hf_folder import read_headers
 from drivetrain_backend_api.schedule import LossScaler
@@ -81,19 +81,8 @@ def save_checkpoint(
     """
     rank, ranks = part.layout.rank, part.layout.world_size
 
-    def look() -> None:
-        # Made here, it would lie on this node's own disk, and the checkpoint would lack its shards.
-        if not folder.is_dir():
-            raise DataError(
-                f"rank {rank} does not see the checkpoint folder {folder}; "
-                "--save must be a folder on a file system that all nodes share"
-            )
-
     def write_own() -> None:
-        try:
-            save_file(_random_state(device), rng_file(folder, rank))
-        except SafetensorError as error:
-            raise DrivetrainError(f"writing {rng_file(folder, rank)} failed: {error}") from error
+        write_random_state(folder, rank, device)
         if rank == 0:
             state = TrainerState(
                 format=FORMAT,
@@ -107,7 +96,7 @@ def save_checkpoint(
             )
             write_state(folder, state)
 
-    together(look, control)
+    together(lambda: require_shared(folder, rank), control)
     together(write_own, control)
     write_pieces(folder / TENSORS, list(_pieces_to_write(part, optimizer)), control)
     parts = gathered(together(lambda: checksums_of(folder, rank), control), control)
@@ -386,7 +375,7 @@ def _load_own(
     if scaler.enabled and (state.loss_scale, state.loss_scale_good_steps) != (1.0, 0):  # those of bf16 and fp32
         scaler.scale, scaler.good_steps = state.loss_scale, state.loss_scale_good_steps
     if state.same_layout(ranks, facts):
-        together(lambda: _restore_random_state(rng_file(folder, rank), device), control)
+        together(lambda: restore_random_state(rng_file(folder, rank), device), control)
     return state.next_rollout_id
 
 
@@ -472,17 +461,3 @@ def _say_casts(
     casts = [f"{kind} from {there} to {here}" for kind, there, here in sorted(found, key=str) if there != here]
     if casts:
         _LOG.warning("%s: cast %s", model.folder, ", ".join(casts).replace("torch.", ""))
-
-
-def _random_state(device: torch.device) -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def _restore_random_state(path: Path, device: torch.device) -> None:
-    states = read_random_state(path)
-    torch.set_rng_state(states["cpu"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)

@@ -33,11 +33,6 @@ class LoadSource:
     folder: Path
 
 
-def kind_of(folder: Path) -> LoadKind:
-    """Return what a folder is; see `find_source`."""
-    return find_source(folder).kind
-
-
 def takes_weights_of(folder: Path) -> bool:
     """Say whether a folder means one of Megatron-LM's or of Hugging Face's; it may turn out to be damaged."""
     if _is_own(folder):

@@ -23,8 +23,6 @@ for _name in REMARKS:
 patches.before_import()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import megatron.core.dist_checkpointing
     import megatron.core.models.gpt.gpt_model
-    import megatron.core.optimizer
     import megatron.core.pipeline_parallel  # noqa: F401
 patches.after_import()
