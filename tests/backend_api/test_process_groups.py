@@ -18,6 +18,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -688,7 +689,9 @@ def test_a_group_destroyed_alone_stays_away_and_the_others_keep_their_names(repo
 
 @pytest.mark.slow
 def test_megatrons_own_groups_work_over_three_cycles(tmp_path: Path) -> None:
-    pytest.importorskip("megatron.core", reason="needs megatron-core")
+    # not by importing it: the Megatron backend, which other tests import, has to patch before Megatron is imported
+    if find_spec("megatron") is None:
+        pytest.skip("needs megatron-core")
     for number, rank in enumerate(run(["megatron"], tmp_path, deadline=120)["megatron"]):
         assert rank["held"] > 10
         assert rank["plain"] == []

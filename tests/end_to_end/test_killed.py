@@ -112,8 +112,8 @@ LOST = {
     "ray::TrainWorker": r"train rank 0 died \(process {pid}",
     "ray::EngineActor": r"engine-0 died \(process {pid}",
     "gcs_server": r"Ray's gcs_server \(process {pid}\) died",
-    # Ray ends a driver that has lost its raylet, perhaps before that can say a word
-    "raylet/raylet ": r"Ray's raylet \(process {pid}\) died|driver .* was ended by Ray because one of Ray's processes",
+    # its agents may be gone with it; Ray ends a driver that has lost its raylet, perhaps before that can say a word
+    "raylet/raylet ": r"Ray's raylet \(process {pid}\) (and .*)?died|driver .* was ended by Ray",
     # whichever of the two is gone first; the raylet ends with either, in good order
     "ray::DashboardAgent, ray::RuntimeEnvAgent": r"Ray's .*Agent \(process \d+\) died|driver .* was ended by Ray",
 }
