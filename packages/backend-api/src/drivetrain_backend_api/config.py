@@ -31,6 +31,7 @@ def option(
     runs_code: bool = False,
     acts_with: str | None = None,
     aliases: Sequence[str] = (),
+    free: bool = False,
 ) -> Any:
     """Declare one option of an `OptionGroup`.
 
@@ -48,6 +49,7 @@ def option(
             option that must be set. Given on the command line all the same, it is refused.
         aliases: other names of the option, spelled as fields are, where the field uses more than one. Whoever writes
             an option may use any of its names, but one at a time; what Drivetrain writes has the field's.
+        free: the numbers of a run do not depend on it, so that a resumed run may have another value.
     """
     metadata = {
         "help": help,
@@ -59,6 +61,7 @@ def option(
         "runs_code": runs_code,
         "acts_with": acts_with,
         "aliases": tuple(aliases),
+        "free": free,
     }
     return field(default=default, metadata=metadata, kw_only=True)
 
@@ -73,7 +76,7 @@ class Option:
         many: the field is a tuple of `type`.
         optional: None is legal and means "not set".
         group: name of the class that owns it.
-        choices, minimum, maximum, above, metavar, runs_code, acts_with, aliases: as in `option`.
+        choices, minimum, maximum, above, metavar, runs_code, acts_with, aliases, free: as in `option`.
     """
 
     name: str
@@ -91,6 +94,7 @@ class Option:
     runs_code: bool = False
     acts_with: str | None = None
     aliases: tuple[str, ...] = ()
+    free: bool = False
 
     @property
     def flag(self) -> str:
@@ -220,6 +224,20 @@ class TrainConfig(OptionGroup):
     load: str | None = option(
         None, help="checkpoint to start from: a run's folder, or another that the train backend takes", metavar="DIR"
     )
+    finetune: bool = option(
+        False, help="take only the weights of --load: optimizer, schedule and rollouts begin anew", acts_with="load"
+    )
+    verify_checkpoint: bool = option(
+        False,
+        help="compare every byte of a checkpoint with its checksums before it is loaded, not only sizes",
+        free=True,
+    )
+    async_save: bool = option(
+        False, help="write checkpoints in the background, from a copy in host memory, while training goes on", free=True
+    )
+    no_save_optim: bool = option(
+        False, help="leave the optimizer out of checkpoints: smaller, but no run can be resumed from them", free=True
+    )
     trust_remote_code: bool = option(False, help="allow Python code inside the model folder to run", runs_code=True)
     attention_backend: str = option("auto", help="packed attention kernel", choices=("auto", "varlen", "per_sequence"))
 
@@ -267,7 +285,7 @@ class TrainConfig(OptionGroup):
 
     # distributed
     distributed_timeout_minutes: float = option(
-        10.0, help="deadline of one collective, in minutes", above=0, maximum=1e5
+        10.0, help="deadline of one collective, in minutes", above=0, maximum=1e5, free=True
     )
 
     @property

@@ -19,13 +19,21 @@ class PlacementConfig(OptionGroup):
     rollout_num_gpus: int = option(1, help="GPUs (or CPU ranks) of all rollout engines together", minimum=1)
     rollout_num_gpus_per_engine: int = option(1, help="GPUs (or CPU ranks) of one rollout engine", minimum=1)
     cpu_threads_per_rank: int = option(1, help="torch threads of each process on a machine without GPUs", minimum=1)
-    ray_address: str | None = option(None, help="address of a running Ray cluster (default: start one here)")
+    ray_address: str | None = option(None, help="address of a running Ray cluster (default: start one here)", free=True)
     placement_timeout: float = option(
-        120.0, help="seconds to wait for the cluster to place all processes", above=0, maximum=LONGEST_SECONDS
+        120.0,
+        help="seconds to wait for the cluster to place all processes",
+        above=0,
+        maximum=LONGEST_SECONDS,
+        free=True,
     )
 
     start_timeout: float = option(
-        600.0, help="seconds for train workers and rollout engines to start", above=0, maximum=LONGEST_SECONDS
+        600.0,
+        help="seconds for train workers and rollout engines to start",
+        above=0,
+        maximum=LONGEST_SECONDS,
+        free=True,
     )
 
     @property
@@ -60,19 +68,20 @@ class WeightSyncConfig(OptionGroup):
     """How new weights reach the rollout engines."""
 
     update_weight_transport: str = option(
-        "distributed", help="how weights reach the engines", choices=("distributed", "disk")
+        "distributed", help="how weights reach the engines", choices=("distributed", "disk"), free=True
     )
-    update_weight_buffer_size: int = option(512 * 1024**2, help="bytes of one bucket of weights", minimum=1)
+    update_weight_buffer_size: int = option(512 * 1024**2, help="bytes of one bucket of weights", minimum=1, free=True)
     update_weight_pause: str = option(
-        "drain", help="what a weight update does to requests in flight", choices=("drain", "abort")
+        "drain", help="what a weight update does to requests in flight", choices=("drain", "abort"), free=True
     )
     update_weight_timeout: float = option(
-        600.0, help="deadline of each phase of a weight update, in seconds", above=0, maximum=LONGEST_SECONDS
+        600.0, help="deadline of each phase of a weight update, in seconds", above=0, maximum=LONGEST_SECONDS, free=True
     )
     update_weight_disk_dir: str | None = option(
         None,
         help="folder that trainer and engines share, for the disk transport (default: inside the run)",
         metavar="DIR",
+        free=True,
     )
 
     def findings(self) -> list[str]:
@@ -86,15 +95,64 @@ class WeightSyncConfig(OptionGroup):
 class RunFolderConfig(OptionGroup):
     """Where a run keeps its files."""
 
-    save: str = option(help="folder of the run: checkpoints, metrics, configuration", metavar="DIR")
-    save_interval: int | None = option(None, help="rollouts between checkpoints (default: only at the end)", minimum=1)
+    save: str = option(
+        help="folder of the run: checkpoints, metrics, configuration; one that holds the run already resumes it",
+        metavar="DIR",
+        free=True,
+    )
+    save_interval: int | None = option(
+        None, help="rollouts between checkpoints (default: only at the end)", minimum=1, free=True
+    )
+    save_max_to_keep: int | None = option(
+        None, help="newest checkpoints to keep; older ones are removed once a newer is durable", minimum=1, free=True
+    )
+    ckpt_step: int | None = option(
+        None, help="resume from this checkpoint, by its rollouts, and not from the newest", minimum=0, free=True
+    )
+    load_fallback: bool = option(
+        False, help="where the newest checkpoint is damaged, resume from the newest good one", free=True
+    )
+    accept_change: tuple[str, ...] = option(
+        (), help="what may differ from the run that is resumed: options, versions, model, data, or all", free=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingConfig(OptionGroup):
     """Where metrics go beside metrics.jsonl."""
 
-    use_wandb: bool = option(False, help="log to Weights & Biases too")
-    wandb_project: str = option("drivetrain", help="W&B project", acts_with="use_wandb")
-    wandb_group: str | None = option(None, help="W&B group", acts_with="use_wandb")
-    wandb_mode: str = option("online", help="W&B mode", choices=("online", "offline"), acts_with="use_wandb")
+    use_wandb: bool = option(False, help="log to Weights & Biases too", free=True)
+    wandb_project: str = option("drivetrain", help="W&B project", acts_with="use_wandb", free=True)
+    wandb_group: str | None = option(None, help="W&B group", acts_with="use_wandb", free=True)
+    wandb_mode: str = option("online", help="W&B mode", choices=("online", "offline"), acts_with="use_wandb", free=True)
+    wandb_resume_id: str | None = option(
+        None,
+        help="id of the W&B run to go on with (default: the one that the run had)",
+        acts_with="use_wandb",
+        free=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SurvivalConfig(OptionGroup):
+    """When a run stops by itself, and what it does about processes that die."""
+
+    wall_time_limit: str = option(
+        "7d",
+        help="time from the start of the command after which it saves and ends: seconds, or 90s, 10m, 36h, 7d",
+        free=True,
+    )
+    wall_time_reserve: str = option(
+        "10m",
+        help="part of the limit kept for the last save; no evaluation starts with less than twice that left",
+        free=True,
+    )
+    max_restarts: int = option(
+        0,
+        help="times that train workers and engines are started anew from the last checkpoint after a failure",
+        minimum=0,
+        free=True,
+    )
+    max_engine_restarts: int = option(
+        3, help="times that a rollout engine that died is replaced while the run goes on", minimum=0, free=True
+    )

@@ -41,7 +41,7 @@ class RolloutConfig(OptionGroup):
         None, help="module:function that makes the response of each sample", runs_code=True
     )
     rollout_timeout: float = option(
-        1800.0, help="deadline of one rollout, rewards included, in seconds", above=0, maximum=1e7
+        1800.0, help="deadline of one rollout, rewards included, in seconds", above=0, maximum=1e7, free=True
     )
 
 
@@ -49,7 +49,7 @@ class RolloutConfig(OptionGroup):
 class EvalConfig(OptionGroup):
     """Evaluation on held-out prompts."""
 
-    eval_interval: int | None = option(None, help="rollouts between evaluations", minimum=1)
+    eval_interval: int | None = option(None, help="rollouts between evaluations", minimum=1, free=True)
     eval_prompt_data: str | None = option(None, help="held-out prompts, .jsonl or .parquet", metavar="FILE")
     n_samples_per_eval_prompt: int = option(
         1, help="samples an evaluation prompt", minimum=1, acts_with="eval_prompt_data"
@@ -75,9 +75,11 @@ class EvalConfig(OptionGroup):
 class LoopConfig(OptionGroup):
     """Length of the run."""
 
-    num_rollout: int | None = option(None, help="rollouts in all (default: --num-epoch epochs of the data)", minimum=1)
+    num_rollout: int | None = option(
+        None, help="rollouts in all (default: --num-epoch epochs of the data)", minimum=1, free=True
+    )
     num_epoch: int | None = option(
-        None, help="epochs over the prompt data, where --num-rollout is not given", minimum=1
+        None, help="epochs over the prompt data, where --num-rollout is not given", minimum=1, free=True
     )
 
     def findings(self) -> list[str]:
