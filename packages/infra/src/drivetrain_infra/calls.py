@@ -37,6 +37,21 @@ class Blame(IntEnum):
     EFFECT = 4
 
 
+class LostProcessError(DrivetrainError):
+    """A process died, hangs, or failed in a way that says nothing of what it was asked to do: a new one may do better.
+
+    Attributes:
+        who: its name, as in the message.
+    """
+
+    def __init__(self, message: str, who: str) -> None:
+        super().__init__(message)
+        self.who = who
+
+    def __reduce__(self) -> "tuple[Any, ...]":
+        return LostProcessError, (str(self), self.who)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Failure(Generic[Key]):
     """Why one call brought no result.
@@ -55,6 +70,11 @@ class Failure(Generic[Key]):
     raised: BaseException | None = None
     error: RayError | None = None
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the process is at fault, and not what it was asked to do."""
+        return self.blame is not Blame.OWN_ERROR
+
 
 def gather(
     calls: Mapping[Key, "ray.ObjectRef[Any]"], *, what: str, seconds: float | None, flag: str | None = None
@@ -68,20 +88,27 @@ def gather(
         flag: the option that sets the deadline, for the message.
 
     Raises:
-        DrivetrainError: somebody died, failed or did not answer in time; names the one most surely at fault, in one
-            sentence.
+        LostProcessError: somebody died, did not answer in time, or failed with an error that is not ours.
+        DrivetrainError: somebody raised one. Either names the one most surely at fault, in one sentence.
     """
     results, failures = collect(calls, None if seconds is None else Deadline(seconds))
     if not failures:
         return results
     first = failures[0]
     if first.blame is not Blame.LATE:
-        raise DrivetrainError(f"{what}: {first.who} {first.problem}") from first.error
+        message = f"{what}: {first.who} {first.problem}"
+        raise (
+            LostProcessError(message, str(first.who)) if first.is_lost else DrivetrainError(message)
+        ) from first.error
     late = ", ".join(str(one.who) for one in failures if one.blame is Blame.LATE)
     noticed = failures[-1]
     if noticed.blame is Blame.EFFECT:
-        raise DrivetrainError(f"{what}: no answer from {late}, and {noticed.who} {noticed.problem}") from noticed.error
-    raise DrivetrainError(f"{what}: no answer from {late} within {flag + ' ' if flag else ''}{seconds:g} s")
+        raise LostProcessError(
+            f"{what}: no answer from {late}, and {noticed.who} {noticed.problem}", str(first.who)
+        ) from noticed.error
+    raise LostProcessError(
+        f"{what}: no answer from {late} within {flag + ' ' if flag else ''}{seconds:g} s", str(first.who)
+    )
 
 
 def collect(

@@ -42,6 +42,8 @@ def _error(failures: list[Failure[Party]], phase: Phase, deadline: Deadline) -> 
     problem = "; ".join([f"{first.who} {first.problem}{late}", *(f"{one.who} {one.problem}" for one in ordered[1:])])
     buckets = [getattr(one.raised, "bucket", None) for one in ordered]
     bucket = next((one for one in buckets if one is not None), None)
-    error = WeightSyncError(problem, phase=phase, rank=first.who.rank, bucket=bucket, engine=first.who.engine)
+    error = WeightSyncError(
+        problem, phase=phase, rank=first.who.rank, bucket=bucket, engine=first.who.engine, is_lost=first.is_lost
+    )
     error.__cause__ = first.error
     return error

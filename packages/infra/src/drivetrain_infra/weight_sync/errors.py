@@ -28,6 +28,7 @@ class WeightSyncError(DrivetrainError):
         rank: the train rank at fault, or None.
         bucket: the bucket on its way, or None.
         engine: name of the engine at fault, or None.
+        is_lost: whether the process is at fault, so that a new one may do better.
     """
 
     def __init__(
@@ -38,8 +39,10 @@ class WeightSyncError(DrivetrainError):
         rank: int | None = None,
         bucket: int | None = None,
         engine: str | None = None,
+        is_lost: bool = False,
     ) -> None:
         self.problem, self.phase, self.rank, self.bucket, self.engine = problem, phase, rank, bucket, engine
+        self.is_lost = is_lost
         where = [f"phase {phase}"]
         where += [f"bucket {bucket}"] if bucket is not None else []
         where += [f"train rank {rank}"] if rank is not None else []
@@ -47,11 +50,13 @@ class WeightSyncError(DrivetrainError):
         super().__init__(f"weight update failed ({', '.join(where)}): {problem}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.problem, self.phase, self.rank, self.bucket, self.engine)
+        return _rebuild, (self.problem, self.phase, self.rank, self.bucket, self.engine, self.is_lost)
 
 
-def _rebuild(problem: str, phase: Phase, rank: int | None, bucket: int | None, engine: str | None) -> WeightSyncError:
-    return WeightSyncError(problem, phase=phase, rank=rank, bucket=bucket, engine=engine)
+def _rebuild(
+    problem: str, phase: Phase, rank: int | None, bucket: int | None, engine: str | None, is_lost: bool
+) -> WeightSyncError:
+    return WeightSyncError(problem, phase=phase, rank=rank, bucket=bucket, engine=engine, is_lost=is_lost)
 
 
 class BucketError(DrivetrainError):

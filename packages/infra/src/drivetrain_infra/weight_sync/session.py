@@ -102,19 +102,21 @@ class WeightSession:
         self._dtype = dtype
         self._folder = Path(config.update_weight_disk_dir or folder).absolute()
         self._connected: tuple[EngineHandle, ...] = ()
+        self._updated: tuple[EngineHandle, ...] = ()
 
     def sync(self, version: int) -> SyncReport:
         """Give all engines the trainer's present weights, under `version`.
 
         Args:
-            version: larger than that of the last update; rollout i is made with version i + 1.
+            version: larger than that of the last update, or the same for engines that are not all those of then;
+                rollout i is made with version i + 1.
 
         Raises:
             WeightSyncError: a phase failed; names phase, train rank, bucket and engine where they are known.
             ConfigError: the version is not larger, or there is no engine.
         """
         engines = tuple(self.engines)
-        if version <= self.version:
+        if version < self.version or (version == self.version and engines == self._updated):
             raise ConfigError(f"weight version {version} must be above {self.version}, the last one published")
         if not engines:
             raise ConfigError("there is no rollout engine to update; leave weight updates out of a run without engines")
@@ -147,7 +149,7 @@ class WeightSession:
         with update.phase(Phase.COMMIT):
             update.on_receivers("commit", version)
         with update.phase(Phase.PUBLISH):
-            self.version = version
+            self.version, self._updated = version, update.engines
             if folder is not None:
                 update.on_worker(0, "discard", folder)
         with update.phase(Phase.RESUME):
