@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from drivetrain_backend_api import OptionGroup, option
+from drivetrain_infra.wall_clock import parse_duration
 
 LONGEST_SECONDS = 1e7
 """Upper bound of deadlines, about four months: what the system's own waits still take."""
@@ -156,3 +157,25 @@ class SurvivalConfig(OptionGroup):
     max_engine_restarts: int = option(
         3, help="times that a rollout engine that died is replaced while the run goes on", minimum=0, free=True
     )
+
+    def findings(self) -> list[str]:
+        """Return what cannot be read, and what cannot work together."""
+        findings = []
+        seconds = []
+        for flag, value in (
+            ("--wall-time-limit", self.wall_time_limit),
+            ("--wall-time-reserve", self.wall_time_reserve),
+        ):
+            try:
+                seconds.append(parse_duration(value))
+            except ValueError as error:
+                findings.append(f"{flag} {value}: {error}")
+        # one at its default may still come from the environment, which WallClock reads and judges
+        chosen = self.wall_time_limit != SurvivalConfig.wall_time_limit
+        chosen = chosen and self.wall_time_reserve != SurvivalConfig.wall_time_reserve
+        if chosen and not findings and seconds[1] >= seconds[0]:
+            findings.append(
+                f"--wall-time-reserve {self.wall_time_reserve} leaves nothing of "
+                f"--wall-time-limit {self.wall_time_limit}; give --wall-time-reserve less than the limit"
+            )
+        return findings

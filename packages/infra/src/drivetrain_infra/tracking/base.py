@@ -9,7 +9,11 @@ class Tracker(Protocol):
     """One place where metrics go."""
 
     def log(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
-        """Record metrics of a rollout."""
+        """Record metrics of a rollout: one line more."""
+        ...
+
+    def rewind(self, lines: int) -> None:
+        """Go back to what was recorded after `lines` lines: the later ones are recorded again, with the same values."""
         ...
 
     def close(self) -> None:
@@ -27,6 +31,11 @@ class Trackers:
         """Record metrics of a rollout everywhere."""
         for tracker in self._trackers:
             tracker.log(rollout_id, metrics)
+
+    def rewind(self, lines: int) -> None:
+        """Go back everywhere to what was recorded after `lines` lines."""
+        for tracker in self._trackers:
+            tracker.rewind(lines)
 
     def close(self) -> None:
         """Close all, also where one of them fails to."""

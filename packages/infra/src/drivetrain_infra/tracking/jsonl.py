@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from drivetrain_backend_api import DrivetrainError
+from drivetrain_backend_api import DataError, DrivetrainError
 
 
 class JsonlTracker:
@@ -18,19 +18,47 @@ class JsonlTracker:
     is opened again; one whose folder is no longer the same has no place to go.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, keep_bytes: int | None = None) -> None:
         """Open the file, which is made where it does not exist.
+
+        Args:
+            path: the file.
+            keep_bytes: length that belongs to the checkpoint that a run goes on from; what is behind it, half a line
+                too, is cut off, since the run writes it again. None keeps all.
 
         Raises:
             DrivetrainError: it cannot be opened.
+            DataError: it holds less than `keep_bytes`, or no line ends there.
         """
         self._path = path
+        if keep_bytes is not None:
+            _require_lines(path, keep_bytes)
         try:
             self._file = path.open("ab", buffering=0)
             # open, so that no other folder gets its number
             self._folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
             raise self._failure(error) from error
+        if keep_bytes is not None:
+            self._cut(keep_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the file, all of which is on the disk by then: what a checkpoint may name.
+
+        Raises:
+            DrivetrainError: it cannot be written to the disk.
+        """
+        try:
+            with suppress(OSError):  # no file that can be flushed, as a pipe
+                os.fsync(self._file.fileno())
+            return os.fstat(self._file.fileno()).st_size
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def lines_within(self, nbytes: int) -> int:
+        """Count the lines in the first `nbytes`, for `rewind`."""
+        return self._path.read_bytes()[:nbytes].count(b"\n")
 
     def log(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
         """Append one line; a value that is not finite becomes null, since JSON has no other word for it.
@@ -45,6 +73,15 @@ class JsonlTracker:
             self._append(line.encode())
         except OSError as error:
             raise self._failure(error) from error
+
+    def rewind(self, lines: int) -> None:
+        """Cut off everything behind the first `lines` lines.
+
+        Raises:
+            DrivetrainError: it cannot be cut.
+        """
+        whole = self._path.read_bytes().splitlines(keepends=True)
+        self._cut(sum(map(len, whole[:lines])))
 
     def close(self) -> None:
         """Close the file."""
@@ -74,9 +111,30 @@ class JsonlTracker:
                 self._file.truncate(begin)
             raise
 
+    def _cut(self, nbytes: int) -> None:
+        try:
+            self._file.truncate(nbytes)
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._failure(error) from error
+
     def _failure(self, error: OSError) -> DrivetrainError:
         return DrivetrainError(
             f"{self._path}: metrics cannot be written ({error.strerror}); make room there, or choose another --save"
+        )
+
+
+def _require_lines(path: Path, nbytes: int) -> None:
+    try:
+        kept = path.read_bytes()[:nbytes]
+    except FileNotFoundError:
+        kept = b""
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); make it readable") from error
+    if len(kept) < nbytes or (kept and not kept.endswith(b"\n")):
+        raise DataError(
+            f"{path}: was changed since the checkpoint was saved, when it had {nbytes} bytes of whole lines; put the "
+            "file of then back"
         )
 
 

@@ -2,7 +2,7 @@
 
 import configparser
 import netrc
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,41 +22,48 @@ _SAGEMAKER = "/opt/ml/input/config/hyperparameters.json"
 
 
 class WandbTracker:
-    """One W&B run, whose step is the rollout id."""
+    """One W&B run over all starts of a run, whose step is the index of the line in metrics.jsonl.
 
-    def __init__(self, config: TrackingConfig, folder: Path, run_config: Mapping[str, Any]) -> None:
-        """Start the run; works without a network in offline mode.
+    metrics.jsonl is the truth, and this catches up with it: what W&B does not have yet is sent when the run is opened,
+    and what it has is never sent again. So lines that were sent, and cut off by a resume since, stand as they were sent
+    first; the run makes them again with the same values, where its computation is deterministic.
+    """
+
+    def __init__(
+        self,
+        config: TrackingConfig,
+        folder: Path,
+        run_config: Mapping[str, Any],
+        *,
+        run_id: str | None = None,
+        rows: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """Open the run, and send what it lacks; works without a network in offline mode.
 
         Args:
-            config: project, group and mode.
+            config: project, group, mode, and the id to go on with.
             folder: where W&B keeps its files; its name becomes the run's.
             run_config: what the run was asked for, shown with it.
+            run_id: the W&B run that this run had, from `RunState.wandb_run_id`; `--wandb-resume-id` overrides it.
+            rows: the lines of metrics.jsonl, cut to what the run goes on from.
 
         Raises:
             DrivetrainError: W&B does not start: nobody is logged in, or there is no network.
         """
-        import wandb
+        raise NotImplementedError
 
-        try:
-            self._run = wandb.init(
-                project=config.wandb_project,
-                group=config.wandb_group,
-                mode="offline" if config.wandb_mode == "offline" else "online",
-                dir=str(folder),
-                name=folder.name,
-                config=dict(run_config),
-            )
-        except wandb.Error as error:
-            raise DrivetrainError(
-                f"--use-wandb: W&B did not start ({in_one_line(error)}); log in with `wandb login`, or give "
-                "--wandb-mode offline"
-            ) from error
-        self._run.define_metric("rollout_id")
-        self._run.define_metric("*", step_metric="rollout_id")
+    @property
+    def run_id(self) -> str:
+        """The id of the W&B run, for `RunState.wandb_run_id`."""
+        raise NotImplementedError
 
     def log(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
-        """Record metrics against the rollout id."""
-        self._run.log({"rollout_id": rollout_id, **metrics})
+        """Send metrics against the rollout id, unless W&B has this line already."""
+        raise NotImplementedError
+
+    def rewind(self, lines: int) -> None:
+        """Go back to the state after `lines` lines; what W&B has of the later ones stands."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """End the run."""
