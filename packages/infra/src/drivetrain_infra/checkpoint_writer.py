@@ -105,14 +105,13 @@ class CheckpointWriter:
         began = time.monotonic()
         next_rollout_id = state.next_rollout_id
         with self._undone_on_failure(next_rollout_id):
-            aside = self._folder.make_aside(next_rollout_id)
-            self._pending = _Pending(
+            pending = self._pending = _Pending(
                 state=replace(state, checkpoint=self._folder.checkpoint(next_rollout_id).name),
-                aside=aside,
+                aside=self._folder.make_aside(next_rollout_id),
                 began=began,
             )
-            self._trainer.begin_save(aside)
-        self._pending.blocked += time.monotonic() - began
+            self._trainer.begin_save(pending.aside)
+        pending.blocked = time.monotonic() - began
         return before
 
     def poll(self) -> Saved | None:
@@ -208,5 +207,6 @@ def complete_manifest(folder: Path) -> None:
         write_manifest(folder, {one.relative_to(folder).as_posix(): record_of(one) for one in files})
     elif findings := manifest_findings(folder):
         raise DataError(
-            "\n".join(findings) + f"\nThe checkpoint is not what the train workers wrote; {shared} and only they write to"
+            "\n".join(findings)
+            + f"\nThe checkpoint is not what the train workers wrote; {shared} and only they write to"
         )

@@ -254,7 +254,7 @@ class RunFolder:
         Raises:
             DrivetrainError: `latest` cannot be written.
         """
-        name = checkpoint.name.removesuffix(_REPLACED)
+        name = checkpoint_name(checkpoint)
         try:
             if not (self._latest.is_file() and self._latest.read_text(errors="replace").strip() == name):
                 write_atomically(self._latest, name + "\n")
@@ -281,7 +281,7 @@ class RunFolder:
         if keep is None or not self._latest.exists():
             return []
         spared = {one.resolve() for one in protect}
-        newest = _id(self.latest())
+        newest = checkpoint_id(self.latest())
         ours = [one for one in self.checkpoints() if one <= newest and self.checkpoint(one).resolve() not in spared]
         old = ours[: max(0, len(ours) - max(keep, 1))]
         try:
@@ -364,6 +364,16 @@ def resolve_checkpoint(path: Path, *, what: str = "--load") -> Path:
     return path if _CHECKPOINT.fullmatch(path.name) else RunFolder(path).latest()
 
 
+def checkpoint_name(checkpoint: Path) -> str:
+    """Return what a checkpoint of `RunFolder` is called, also where a kill left it under another name."""
+    return checkpoint.name.removesuffix(_REPLACED)
+
+
+def checkpoint_id(checkpoint: Path) -> int:
+    """Return the rollouts that a checkpoint of `RunFolder` has behind it."""
+    return int(checkpoint_name(checkpoint).removeprefix("iter_"))
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Replace a small text file so that a reader sees the old or the new content, never a part."""
     aside = half_written(path)
@@ -392,10 +402,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _id(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("iter_").removesuffix(_REPLACED))
 
 
 def _named(checkpoint: Path, suffix: str) -> Path:
