@@ -16,6 +16,8 @@ from drivetrain_backend_api.manifest import MANIFEST, manifest_findings, read_ma
 from drivetrain_infra.run_folder import RunFolder, sync
 from drivetrain_infra.run_state import RUN_STATE, LastSave, RunState
 
+_SHARED = "--save must be a folder on a file system that all nodes share"
+
 
 class SavingGroup(Protocol):
     """What writes a checkpoint's files: all train workers together."""
@@ -187,8 +189,8 @@ class CheckpointWriter:
             self.last_state.write(self._folder.state)
         except OSError as error:
             raise DrivetrainError(
-                f"--save {self._folder.root}: {self._folder.state.name} could not be written ({error.strerror}), though "
-                f"checkpoint {saved.checkpoint.name} is whole; make room there"
+                f"--save {self._folder.root}: {self._folder.state.name} could not be written ({error.strerror}); make "
+                f"room there, and go on from checkpoint {saved.checkpoint.name}, which is whole"
             ) from error
 
 
@@ -200,13 +202,9 @@ def complete_manifest(folder: Path) -> None:
         OSError: a file cannot be read.
     """
     files = sorted(one for one in folder.rglob("*") if not one.is_dir())
-    shared = "--save must be a folder on a file system that all nodes share"
     if not files:
-        raise DataError(f"{folder} is empty though the train workers wrote a checkpoint; {shared}")
+        raise DataError(f"{folder} is empty though the train workers wrote a checkpoint; {_SHARED}")
     if not (folder / MANIFEST).exists():
         write_manifest(folder, {one.relative_to(folder).as_posix(): record_of(one) for one in files})
     elif findings := manifest_findings(folder):
-        raise DataError(
-            "\n".join(findings)
-            + f"\nThe checkpoint is not what the train workers wrote; {shared} and only they write to"
-        )
+        raise DataError("\n".join([*findings, f"{folder.name} is not what the train workers wrote; {_SHARED}"]))

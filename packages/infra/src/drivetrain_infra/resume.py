@@ -69,7 +69,7 @@ def find_resume(
         ConfigError: there is no checkpoint `step`.
         DataError: the checkpoint is damaged; names what is wrong with it and the newest good one.
     """
-    if not folder.is_used():
+    if not folder.is_used() and step is None:
         return None
     recorded = RunState.read(folder.state) if folder.state.exists() else None
     if step is not None:
@@ -78,21 +78,26 @@ def find_resume(
             good = _newest_good(folder, verify, [one for one in folder.checkpoints() if one != step])
             raise DataError("\n".join([*findings, _go_on_from(good, "--ckpt-step {id}")]))
         return _point(chosen, recorded, f"going on from {checkpoint_name(chosen)}, as --ckpt-step says")
-    ids = folder.checkpoints()
-    try:
-        newest = folder.newest()
-        if newest is None:
-            return _from_the_beginning(folder, recorded)
+    newest, findings = _newest(folder)
+    if newest is None and not findings:
+        return _from_the_beginning(folder, recorded)
+    older = folder.checkpoints()
+    if newest is not None:
         findings = _findings(newest, verify)
-        older = [one for one in ids if one < checkpoint_id(newest)]
-    except DataError as error:  # `latest` names nothing
-        newest, findings, older = None, [str(error)], ids
-    if newest is not None and not findings:
-        return _point(newest, recorded)
+        if not findings:
+            return _point(newest, recorded)
+        older = [one for one in older if one < checkpoint_id(newest)]
     good = _newest_good(folder, verify, older)
     if good is None or not fallback:
         raise DataError("\n".join([*findings, _go_on_from(good, "--load-fallback")]))
     return _point(good, recorded, *findings, f"going on from {checkpoint_name(good)}, as --load-fallback says")
+
+
+def _newest(folder: RunFolder) -> tuple[Path | None, list[str]]:
+    try:
+        return folder.newest(), []
+    except DataError as error:  # `latest` names nothing, which is as good as a damaged checkpoint
+        return None, [str(error)]
 
 
 def _step(folder: RunFolder, step: int) -> Path:
@@ -109,8 +114,8 @@ def _step(folder: RunFolder, step: int) -> Path:
 def _from_the_beginning(folder: RunFolder, recorded: RunState | None) -> ResumePoint:
     if recorded is not None and recorded.checkpoint is not None:
         raise DataError(
-            f"{folder.state}: the run has saved {printable(recorded.checkpoint)}, but {folder.root} holds no checkpoint; "
-            "bring it back, or begin a new run with another --save"
+            f"{folder.state}: the run has saved {printable(recorded.checkpoint)}, but {folder.root} holds no "
+            "checkpoint; bring it back, or begin a new run with another --save"
         )
     return ResumePoint(
         checkpoint=None, state=recorded, notes=("the run was interrupted before its first checkpoint, and begins anew",)
@@ -138,8 +143,8 @@ def _read(checkpoint: Path) -> RunState:
     state = RunState.read(path)
     if (state.checkpoint, state.next_rollout_id) != (checkpoint_name(checkpoint), checkpoint_id(checkpoint)):
         raise DataError(
-            f"{path}: belongs to {printable(str(state.checkpoint))} with {state.next_rollout_id} rollouts, so the folder "
-            "was renamed or mixed; use another checkpoint of the run (--ckpt-step)"
+            f"{path}: belongs to {printable(str(state.checkpoint))} with {state.next_rollout_id} rollouts, so the "
+            "folder was renamed or mixed; use another checkpoint of the run (--ckpt-step)"
         )
     return state
 
@@ -152,7 +157,8 @@ def _newest_good(folder: RunFolder, verify: Callable[[Path], Sequence[str]], ids
 def _go_on_from(good: Path | None, flag: str) -> str:
     if good is None:
         return "No other checkpoint of the run is whole; begin a new run with another --save"
-    return f"The newest good checkpoint of the run is {checkpoint_name(good)}; add {flag.format(id=checkpoint_id(good))} to go on from it"
+    flag = flag.format(id=checkpoint_id(good))
+    return f"The newest good checkpoint of the run is {checkpoint_name(good)}; add {flag} to go on from it"
 
 
 def _point(checkpoint: Path, recorded: RunState | None, *notes: str) -> ResumePoint:
@@ -228,8 +234,8 @@ _WHY_OPTION = "the rest of the run would be another one"
 
 _WHY = {
     BACKEND: (
-        "neither can read the other's checkpoints; turn the run into a model folder (drivetrain export), and begin a new "
-        "run from that"
+        "neither can read the other's checkpoints; turn the run into a model folder (drivetrain export), and begin a "
+        "new run from that"
     ),
     "load": "the run began from another --load, and goes on from its own checkpoint",
     "finetune": "the run took other things from --load when it began, and goes on from its own checkpoint",
@@ -292,9 +298,8 @@ def require_same(
     refused = [one for one in found if not one.acceptable or not {one.name, ALL} & set(accepted)]
     findings += [_describe(one) for one in refused]
     if acceptable := [one.name for one in refused if one.acceptable]:
-        findings.append(
-            f"To go on all the same, with what differs: --accept-change {' '.join([*accepted, *acceptable])}"
-        )
+        words = [*(one for one in accepted if one in known), *acceptable]
+        findings.append(f"To go on all the same: --accept-change {' '.join(words)}")
     if findings:
         raise ConfigError("\n".join(findings))
     return [f"accepted: {_describe(one)}" for one in found] + [

@@ -1,7 +1,7 @@
 """What a run must know of itself to go on: one small file, read back strictly.
 
-It lies in each checkpoint (`run_state.json`, complete or absent with it, and the authority on that checkpoint), and once
-more beside them (`resume_state.json`, the newest; it may lag). Never imports torch, and knows nothing of what a
+It lies in each checkpoint (`run_state.json`, complete or absent with it, and the authority on that checkpoint), and
+once more beside them (`resume_state.json`, the newest; it may lag). Never imports torch, and knows nothing of what a
 checkpoint's other files hold.
 """
 
