@@ -1,4 +1,4 @@
-"""How long a run may still go on: the limit of the command, the end of its Slurm job, and what is kept for the last save.
+"""How long a run may still go on: the limit of the command, its Slurm job's end, and what is kept for the last save.
 
 Measures and judges; it knows nothing of steps or saves beyond how long they take, and stops nothing itself.
 """
@@ -54,8 +54,8 @@ def in_words(seconds: float) -> str:
 class WallClock:
     """The time that this start of the command has, counted from the start of the process.
 
-    Each start of the command, which is one job of a cluster, has the whole limit; time that earlier starts took does not
-    count. Where Slurm says when the job ends, the earlier of both holds.
+    Each start of the command, which is one job of a cluster, has the whole limit; time that earlier starts took does
+    not count. Where Slurm says when the job ends, the earlier of both holds.
 
     Attributes:
         reserve: seconds kept for the last save.

@@ -1,8 +1,16 @@
 """Trackers: small interchangeable objects that each send metrics to one place."""
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Protocol
+from typing import Any, Protocol
+
+
+def row_of(rollout_id: int, metrics: Mapping[str, float]) -> dict[str, Any]:
+    """Make the row that every tracker records; a value that is not finite is None, since JSON has no other word."""
+    return {"rollout_id": rollout_id} | {
+        name: value if math.isfinite(value) else None for name, value in metrics.items()
+    }
 
 
 class Tracker(Protocol):

@@ -1,14 +1,15 @@
 """Metrics as JSON lines: one object a line, each with `rollout_id`."""
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from drivetrain_backend_api import DataError, DrivetrainError
+from drivetrain_infra.tracking.base import row_of
 
 
 class JsonlTracker:
@@ -50,8 +51,8 @@ class JsonlTracker:
             DrivetrainError: it cannot be written to the disk.
         """
         try:
-            with suppress(OSError):  # no file that can be flushed, as a pipe
-                os.fsync(self._file.fileno())
+            self._stay_in_place()
+            os.fsync(self._file.fileno())
             return os.fstat(self._file.fileno()).st_size
         except OSError as error:
             raise self._failure(error) from error
@@ -66,8 +67,7 @@ class JsonlTracker:
         Raises:
             DrivetrainError: it cannot be written, or the folder was removed or replaced since the file was opened.
         """
-        row = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        line = json.dumps({"rollout_id": rollout_id, **row}, allow_nan=False) + "\n"
+        line = json.dumps(row_of(rollout_id, metrics), allow_nan=False) + "\n"
         try:
             self._stay_in_place()
             self._append(line.encode())
@@ -80,8 +80,9 @@ class JsonlTracker:
         Raises:
             DrivetrainError: it cannot be cut.
         """
-        whole = self._path.read_bytes().splitlines(keepends=True)
-        self._cut(sum(map(len, whole[:lines])))
+        self._stay_in_place()
+        with self._path.open("rb") as file:
+            self._cut(sum(len(line) for line in islice(file, lines)))
 
     def close(self) -> None:
         """Close the file."""

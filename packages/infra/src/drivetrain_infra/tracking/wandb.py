@@ -1,4 +1,4 @@
-"""Metrics to Weights & Biases; the only module that imports wandb."""
+"""Metrics to Weights & Biases; the only module that drives wandb."""
 
 import configparser
 import netrc
@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 from drivetrain_backend_api import DrivetrainError
 from drivetrain_backend_api.errors import in_one_line
 from drivetrain_infra.config import TrackingConfig
+from drivetrain_infra.tracking.base import row_of
+from drivetrain_infra.tracking.wandb_files import cut_torn_ends, id_of, run_folders, steps_of
 
 _PUBLIC = ("api.wandb.ai", "api.forge.coreweave.com", "forge.coreweave.com")
 """Names of the public server: a login under one of them is one under all."""
@@ -25,8 +27,8 @@ class WandbTracker:
     """One W&B run over all starts of a run, whose step is the index of the line in metrics.jsonl.
 
     metrics.jsonl is the truth, and this catches up with it: what W&B does not have yet is sent when the run is opened,
-    and what it has is never sent again. So lines that were sent, and cut off by a resume since, stand as they were sent
-    first; the run makes them again with the same values, where its computation is deterministic.
+    and what it has is never sent again. So a line that was sent, and cut off by a resume since, stands as it was sent
+    first. The run makes it again, with the same values where its computation is deterministic.
     """
 
     def __init__(
@@ -40,34 +42,86 @@ class WandbTracker:
     ) -> None:
         """Open the run, and send what it lacks; works without a network in offline mode.
 
+        Offline, what W&B has is what its files in `folder` hold, those of online starts too.
+
         Args:
             config: project, group, mode, and the id to go on with.
             folder: where W&B keeps its files; its name becomes the run's.
             run_config: what the run was asked for, shown with it.
-            run_id: the W&B run that this run had, from `RunState.wandb_run_id`; `--wandb-resume-id` overrides it.
+            run_id: the W&B run that this run had, from `RunState.wandb_run_id`; `--wandb-resume-id` overrides it. None
+                for the newest that has files in `folder`, or else a new one.
             rows: the lines of metrics.jsonl, cut to what the run goes on from.
 
         Raises:
             DrivetrainError: W&B does not start: nobody is logged in, or there is no network.
         """
-        raise NotImplementedError
+        import wandb
+
+        files = folder / "wandb"
+        known = [id_of(one) for one in run_folders(files)] + [run_id] * (run_id is not None)
+        resumed = config.wandb_resume_id or (known[-1] if known else None)
+        offline = config.wandb_mode == "offline"
+        if offline and resumed:
+            cut_torn_ends(files, resumed)
+        try:
+            self._run = wandb.init(
+                project=config.wandb_project,
+                group=config.wandb_group,
+                mode="offline" if offline else "online",
+                dir=str(folder),
+                name=folder.name,
+                config=dict(run_config),
+                id=resumed,
+                resume="allow",  # offline it acts when the files are synced
+            )
+        except wandb.Error as error:
+            other = f", or --wandb-resume-id with another id than {resumed}" if resumed else ""
+            raise DrivetrainError(
+                f"--use-wandb: W&B did not start ({in_one_line(error)}); log in with `wandb login`, or give "
+                f"--wandb-mode offline{other}"
+            ) from error
+        self._run.define_metric("rollout_id")
+        self._run.define_metric("*", step_metric="rollout_id")
+        self._first = _first_step(files, self.run_id, 0 if self.run_id in known else self._run.starting_step)
+        self._sent = steps_of(files, self.run_id) if offline else set(range(self._run.starting_step))
+        self._lines = 0
+        for row in rows:
+            self._send(row)
 
     @property
     def run_id(self) -> str:
         """The id of the W&B run, for `RunState.wandb_run_id`."""
-        raise NotImplementedError
+        return str(self._run.id)
 
     def log(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
         """Send metrics against the rollout id, unless W&B has this line already."""
-        raise NotImplementedError
+        self._send(row_of(rollout_id, metrics))
 
     def rewind(self, lines: int) -> None:
         """Go back to the state after `lines` lines; what W&B has of the later ones stands."""
-        raise NotImplementedError
+        self._lines = lines
 
     def close(self) -> None:
         """End the run."""
         self._run.finish()
+
+    def _send(self, row: Mapping[str, Any]) -> None:
+        step = self._first + self._lines
+        self._lines += 1
+        if step not in self._sent:
+            # without `commit` a row with a step waits for the next one
+            self._run.log(dict(row), step=step, commit=True)
+            self._sent.add(step)
+
+
+def _first_step(files: Path, run_id: str, default: int) -> int:
+    """Return the step of the first line: not 0 where a run of this id had other rows before it got any of these."""
+    note = files / f"{run_id}.first_step"
+    if note.exists():
+        return int(note.read_text())
+    if default:
+        note.write_text(f"{default}\n")
+    return default
 
 
 def login_finding(config: TrackingConfig, environ: Mapping[str, str]) -> str | None:
