@@ -49,7 +49,8 @@ def option(
             option that must be set. Given on the command line all the same, it is refused.
         aliases: other names of the option, spelled as fields are, where the field uses more than one. Whoever writes
             an option may use any of its names, but one at a time; what Drivetrain writes has the field's.
-        free: the numbers of a run do not depend on it, so that a resumed run may have another value.
+        free: the numbers of a run do not depend on it, or only through files whose content is compared, so that a
+            resumed run may have another value.
     """
     metadata = {
         "help": help,
@@ -217,10 +218,12 @@ class TrainConfig(OptionGroup):
 
     # model
     hf_checkpoint: str = option(
-        help="Hugging Face model folder to train (config, safetensors, tokenizer)", metavar="DIR"
+        help="Hugging Face model folder to train (config, safetensors, tokenizer)", metavar="DIR", free=True
     )
-    ref_load: str | None = option(None, help="folder of the frozen KL reference model", metavar="DIR")
-    opd_teacher_load: str | None = option(None, help="folder of the on-policy-distillation teacher", metavar="DIR")
+    ref_load: str | None = option(None, help="folder of the frozen KL reference model", metavar="DIR", free=True)
+    opd_teacher_load: str | None = option(
+        None, help="folder of the on-policy-distillation teacher", metavar="DIR", free=True
+    )
     load: str | None = option(
         None, help="checkpoint to start from: a run's folder, or another that the train backend takes", metavar="DIR"
     )

@@ -42,14 +42,15 @@ class LostProcessError(DrivetrainError):
 
     Attributes:
         who: its name, as in the message.
+        died: whether it is gone.
     """
 
-    def __init__(self, message: str, who: str) -> None:
+    def __init__(self, message: str, who: str, died: bool = False) -> None:
         super().__init__(message)
-        self.who = who
+        self.who, self.died = who, died
 
-    def __reduce__(self) -> "tuple[Any, ...]":
-        return LostProcessError, (str(self), self.who)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LostProcessError, (str(self), self.who, self.died)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +98,9 @@ def gather(
     first = failures[0]
     if first.blame is not Blame.LATE:
         message = f"{what}: {first.who} {first.problem}"
-        raise (
-            LostProcessError(message, str(first.who)) if first.is_lost else DrivetrainError(message)
-        ) from first.error
+        if not first.is_lost:
+            raise DrivetrainError(message) from first.error
+        raise LostProcessError(message, str(first.who), first.blame is Blame.DIED) from first.error
     late = ", ".join(str(one.who) for one in failures if one.blame is Blame.LATE)
     noticed = failures[-1]
     if noticed.blame is Blame.EFFECT:

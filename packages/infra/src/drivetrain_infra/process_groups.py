@@ -42,6 +42,19 @@ class ProcessGroupManager:
             )
         self.world_size, self.dp_size, self.pp_size = next(iter(sizes))
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The group's layout as plain numbers: world_size, and the size of each kind of parallelism."""
+        layout = self._places[0].layout
+        return {
+            "world_size": layout.world_size,
+            "tp": layout.tp_size,
+            "pp": layout.pp_size,
+            "cp": layout.cp_size,
+            "ep": layout.ep_size,
+            "dp": layout.dp_size,
+        }
+
     def dp_rank(self, rank: int) -> int:
         """Return the data-parallel replica that a rank belongs to: the shard it trains on."""
         return self._places[rank].layout.dp_rank

@@ -33,7 +33,7 @@ from drivetrain_backend_api import (
     select_backend,
 )
 from drivetrain_backend_api.errors import printable
-from drivetrain_infra.config import PlacementConfig, RunFolderConfig, TrackingConfig, WeightSyncConfig
+from drivetrain_infra.config import PlacementConfig, RunFolderConfig, SurvivalConfig, TrackingConfig, WeightSyncConfig
 from drivetrain_infra.engines.base import ROLLOUT_ENGINES, EngineSpec
 from drivetrain_launcher.config import DataConfig, EvalConfig, LoopConfig, RolloutConfig
 
@@ -47,6 +47,7 @@ CORE_GROUPS: dict[str, type[OptionGroup]] = {
     "loop": LoopConfig,
     "weight_sync": WeightSyncConfig,
     "run_folder": RunFolderConfig,
+    "survival": SurvivalConfig,
     "tracking": TrackingConfig,
 }
 """Field of `DrivetrainConfig` -> the options that every run has, whatever trains, generates or computes the loss."""

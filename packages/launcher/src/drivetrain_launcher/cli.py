@@ -11,8 +11,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
@@ -22,23 +22,16 @@ from drivetrain_backend_api import ConfigError, DiscoveryError, DrivetrainError
 from drivetrain_launcher.arguments import StrictParser
 from drivetrain_launcher.export import DTYPES
 from drivetrain_launcher.last_lines import DivergedError, newest_checkpoint, one_line, write_log
+from drivetrain_launcher.stopping import Stopping, Terminated
 
 REFUSED = 2
 FAILED = 1
 INTERRUPTED = 130
 SIGNALLED = 128
-"""Plus the number of the signal that ended the run; 143 for SIGTERM, 129 for SIGHUP."""
+"""Plus the number of the signal that ended the run at once; 143 for SIGTERM, 138 for SIGUSR1, 129 for SIGHUP."""
 
 _LAST_SECONDS = 10.0
 """What threads of a user's code have to end in after a failure, once everything else has."""
-
-
-class Terminated(BaseException):
-    """A signal came. Passes through everything that handles errors, so that what was started is ended on the way."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
 
 
 class OutputError(Exception):
@@ -49,11 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        0: done.
+        0: done, or stopped by a signal or the wall time with everything saved.
         1: it failed while it ran.
         2: it was refused before anything started: configuration or plugins.
-        130: interrupted from the keyboard.
-        143, 129: ended by SIGTERM, or by SIGHUP as when a terminal closes.
+        130: interrupted from the keyboard, before anything started or a second time.
+        143, 138: likewise, by SIGTERM or SIGUSR1.
+        129: ended by SIGHUP, as when a terminal closes.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -108,40 +102,14 @@ def _train(words: Sequence[str]) -> int:
 
     folder = request.save.absolute()
     try:
-        with _stopped_by_signals():
-            code = run_train(request)
+        stopping = Stopping()
+        with stopping.handling():
+            code = run_train(request, stopping)
     except BaseException as error:  # as in `main`, but the run has a folder, and perhaps a checkpoint in it
         code = _report(error, folder)
         if code != REFUSED and not isinstance(error, DivergedError) and (newest := newest_checkpoint(folder)):
             _say(newest)
     return code
-
-
-@contextmanager
-def _stopped_by_signals() -> Iterator[None]:
-    """End the block at the first signal that asks for it; later ones would only interrupt the cleaning up.
-
-    A signal that whoever started this process had ignored, as `nohup` does, stays ignored.
-    """
-    before = {
-        one: handler
-        for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        if (handler := signal.getsignal(one)) is not signal.SIG_IGN
-    }
-
-    def stop(number: int, frame: object) -> None:
-        for one in before:
-            signal.signal(one, signal.SIG_IGN)
-        raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
-
-    for one in before:
-        signal.signal(one, stop)
-    try:
-        yield
-    finally:
-        for one, handler in before.items():
-            if signal.getsignal(one) is stop:
-                signal.signal(one, handler)
 
 
 def _require_folder() -> None:

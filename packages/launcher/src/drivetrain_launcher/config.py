@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from drivetrain_backend_api import AlgorithmSpec, BackendSpec, OptionGroup, TrainConfig, option
-from drivetrain_infra.config import PlacementConfig, RunFolderConfig, TrackingConfig, WeightSyncConfig
+from drivetrain_infra.config import PlacementConfig, RunFolderConfig, SurvivalConfig, TrackingConfig, WeightSyncConfig
 from drivetrain_infra.engines.base import EngineSpec
 
 
@@ -12,7 +12,7 @@ from drivetrain_infra.engines.base import EngineSpec
 class DataConfig(OptionGroup):
     """Prompts: where they are and how a row becomes token ids."""
 
-    prompt_data: str = option(help="training prompts, .jsonl or .parquet", metavar="FILE")
+    prompt_data: str = option(help="training prompts, .jsonl or .parquet", metavar="FILE", free=True)
     input_key: str = option("input", help="key of the prompt: text, or a list of chat messages")
     label_key: str | None = option(None, help="key of the label that rewards compare with, or of the answer to learn")
     metadata_key: str | None = option(None, help="key of a table handed to the reward function")
@@ -43,6 +43,31 @@ class RolloutConfig(OptionGroup):
     rollout_timeout: float = option(
         1800.0, help="deadline of one rollout, rewards included, in seconds", above=0, maximum=1e7, free=True
     )
+    save_debug_rollout_data: str | None = option(
+        None, help="folder for a second copy of each rollout that is made, as rollout_N.pt", metavar="DIR", free=True
+    )
+    load_debug_rollout_data: str | None = option(
+        None,
+        help="folder of rollout_N.pt files to train on instead of generating, as a run's rollout_ckpts",
+        metavar="DIR",
+    )
+    debug_train_only: bool = option(
+        False,
+        help="start no rollout engines, and train on --load-debug-rollout-data",
+        acts_with="load_debug_rollout_data",
+    )
+    debug_rollout_only: bool = option(
+        False, help="start no train workers: make and save rollouts with the weights of --hf-checkpoint"
+    )
+
+    def findings(self) -> list[str]:
+        """Return what cannot work together."""
+        found = []
+        if self.debug_rollout_only and self.load_debug_rollout_data is not None:
+            found.append("--debug-rollout-only makes rollouts and --load-debug-rollout-data reads them; give one")
+        if self.load_debug_rollout_data is not None and self.load_debug_rollout_data == self.save_debug_rollout_data:
+            found.append("--save-debug-rollout-data and --load-debug-rollout-data name one folder; give two")
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +75,7 @@ class EvalConfig(OptionGroup):
     """Evaluation on held-out prompts."""
 
     eval_interval: int | None = option(None, help="rollouts between evaluations", minimum=1, free=True)
-    eval_prompt_data: str | None = option(None, help="held-out prompts, .jsonl or .parquet", metavar="FILE")
+    eval_prompt_data: str | None = option(None, help="held-out prompts, .jsonl or .parquet", metavar="FILE", free=True)
     n_samples_per_eval_prompt: int = option(
         1, help="samples an evaluation prompt", minimum=1, acts_with="eval_prompt_data"
     )
@@ -108,6 +133,7 @@ class DrivetrainConfig:
     placement: PlacementConfig
     weight_sync: WeightSyncConfig
     run_folder: RunFolderConfig
+    survival: SurvivalConfig
     tracking: TrackingConfig
     data: DataConfig
     rollout: RolloutConfig

@@ -97,7 +97,12 @@ class PromptDataset:
 
 
 class PromptSource:
-    """Reads a dataset epoch after epoch. Where it stands can be saved, and another source continues from there."""
+    """Reads a dataset epoch after epoch. Where it stands can be saved, and another source continues from there.
+
+    Attributes:
+        epoch: of the next prompt, from 0.
+        read: prompts that were taken so far, over all epochs.
+    """
 
     def __init__(self, dataset: PromptDataset, *, shuffle: bool, seed: int) -> None:
         """Start at the first prompt of epoch 0.
@@ -111,6 +116,7 @@ class PromptSource:
         self._shuffle = shuffle
         self._seed = seed
         self.epoch = 0
+        self.read = 0
         self._offset = 0
         self._order = self._order_of(0)
 
@@ -123,6 +129,7 @@ class PromptSource:
                 self._order = self._order_of(self.epoch)
             part = self._order[self._offset : self._offset + count - len(taken)]
             taken += [self._dataset.prompts[one] for one in part]
+            self.read += len(part)
             self._offset += len(part)
         return taken
 

@@ -27,7 +27,6 @@ from drivetrain_launcher.custom_generate import load_custom_generate
 from drivetrain_launcher.engine_pool import EnginePool
 from drivetrain_launcher.last_lines import print_stuck
 from drivetrain_launcher.response_checks import ResponseLimits
-from drivetrain_launcher.rewards import Reward
 from drivetrain_launcher.rollout import Generator
 from drivetrain_launcher.train_group import TrainGroup, setup_train_group
 from drivetrain_launcher.worker import TrainWorker, WorkerSettings
@@ -43,9 +42,10 @@ _ENGINE_DTYPE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What a stage runs with; generator and weights are None where nothing is generated."""
+    """What a stage runs with; engines, generator and weights are None where nothing is generated."""
 
     trainer: TrainGroup
+    engines: EnginePool | None
     generator: Generator | None
     weights: WeightSession | None
 
@@ -67,15 +67,16 @@ def start_resources(stage: "PreparedStage") -> Iterator[Resources]:
     """Start all processes of a stage, wait until they are ready, and end them on the way out."""
     config = stage.config
     with ExitStack() as stack:
-        placement = create_placement_groups(config.placement, num_engines=None if stage.reward else 0)
+        placement = create_placement_groups(config.placement, num_engines=None if stage.uses_engines else 0)
         stack.callback(placement.remove)
         _check_devices(config, placement)
-        workers = [_start_worker(config, slot, stack) for slot in placement.train]
+        workers = [_start_worker(stage, slot, stack) for slot in placement.train]
         engines = _start_engines(config, placement.engines, stack)
         trainer = setup_train_group(workers, seconds=config.placement.start_timeout)
-        generator = weights = None
-        if stage.reward is not None:
-            generator = _generator(stage, engines, stage.reward)
+        pool = generator = weights = None
+        if stage.uses_engines:
+            pool = _pool(stage, engines, placement.engines, stack)
+            generator = _generator(stage, pool)
             weights = WeightSession(
                 workers,
                 engines,
@@ -83,9 +84,21 @@ def start_resources(stage: "PreparedStage") -> Iterator[Resources]:
                 dtype=_ENGINE_DTYPE[config.train.precision],
                 folder=stage.folder.root / "weights",
             )
-        yield Resources(trainer=trainer, generator=generator, weights=weights)
+        yield Resources(trainer=trainer, engines=pool, generator=generator, weights=weights)
         # ends the process groups on all ranks together; killing the processes one by one would look like a failure
         ray.wait([one.close.remote() for one in workers], num_returns=len(workers), timeout=_CLOSE_SECONDS)
+
+
+@contextmanager
+def start_engines(stage: "PreparedStage") -> Iterator[Generator]:
+    """Start the rollout engines of a stage alone, with the weights of `--hf-checkpoint`; end them on the way out."""
+    config = stage.config
+    with ExitStack() as stack:
+        placement = create_placement_groups(config.placement)
+        stack.callback(placement.remove)
+        _check_devices(config, placement)
+        engines = _start_engines(config, placement.engines, stack)
+        yield _generator(stage, _pool(stage, engines, placement.engines, stack), is_synced=False)
 
 
 def _check_devices(config: DrivetrainConfig, placement: Placement) -> None:
@@ -123,11 +136,12 @@ def _thread_variables(config: DrivetrainConfig) -> dict[str, str]:
     return {} if torch.cuda.is_available() else {"OMP_NUM_THREADS": str(config.placement.cpu_threads_per_rank)}
 
 
-def _start_worker(config: DrivetrainConfig, slot: Slot, stack: ExitStack) -> Any:
+def _start_worker(stage: "PreparedStage", slot: Slot, stack: ExitStack) -> Any:
+    config = stage.config
     settings = WorkerSettings(
         backend=config.backend.name,
         algorithm=config.algorithm.name,
-        train=config.train,
+        train=stage.train,
         algorithm_options=config.algorithm_options,
         role=Role.POLICY,
         world_size=config.placement.train_world_size,
@@ -161,19 +175,38 @@ def _start_engines(config: DrivetrainConfig, slots: Sequence[Slot], stack: ExitS
     return engines
 
 
-def _generator(stage: "PreparedStage", engines: Sequence[EngineHandle], reward: Reward) -> Generator:
+def _pool(
+    stage: "PreparedStage", engines: Sequence[EngineHandle], slots: Sequence[Slot], stack: ExitStack
+) -> EnginePool:
+    running = list(engines)
+
+    def start_again(number: int) -> EngineHandle:
+        ray.kill(running[number].actor)  # it may hang, and gives its place back only when it is gone
+        running[number] = _start_engines(stage.config, [slots[number]], stack)[0]
+        return running[number]
+
+    return EnginePool(
+        engines,
+        seconds=stage.config.rollout.rollout_timeout,
+        vocab_size=response_limits(stage.config).vocab_size,
+        start_again=start_again,
+        most_restarts=stage.config.survival.max_engine_restarts,
+    )
+
+
+def _generator(stage: "PreparedStage", pool: EnginePool, *, is_synced: bool = True) -> Generator:
     rollout = stage.config.rollout
-    limits = response_limits(stage.config)
-    pool = EnginePool(engines=engines, seconds=rollout.rollout_timeout, vocab_size=limits.vocab_size)
     custom = rollout.custom_generate
+    assert stage.reward is not None
     return Generator(
         call=pool.generate,
         tokenizer=stage.tokenizer,
-        reward=reward,
+        reward=stage.reward,
         custom_generate=(custom, load_custom_generate(custom)) if custom else None,
-        limits=limits,
+        limits=response_limits(stage.config),
         seed=stage.config.train.seed,
         seconds=rollout.rollout_timeout,
+        is_synced=is_synced,
         save=stage.folder.root,
     )
 

@@ -4,7 +4,6 @@ Also for runs that cannot print them any more, which is why they can be put toge
 """
 
 import os
-import shlex
 import sys
 import tempfile
 import threading
@@ -50,10 +49,7 @@ def newest_checkpoint(save: Path) -> str | None:
         newest = RunFolder(save).latest()
     except (DataError, OSError):
         return None
-    return (
-        f"the newest checkpoint is {newest}; to go on from it, run the same command with "
-        f"--load {shlex.quote(str(save))} --save NEW in place of its own"
-    )
+    return f"the newest checkpoint is {newest}; to go on from it, run the same command again"
 
 
 def log_name() -> str:

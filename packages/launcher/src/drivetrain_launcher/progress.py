@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from drivetrain_backend_api.errors import in_one_line
+
 if TYPE_CHECKING:
     from drivetrain_infra.weight_sync.session import SyncReport
 
@@ -101,6 +103,25 @@ class Display:
             self._last_line = now
             words = [f"{self._title}: rollout {rollout_id + 1}/{self._stop}", *parts, self._time_left(rollout_id)]
             self._console.print("  ".join(words))
+
+    def generated(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
+        """Show a rollout that is made and not trained on."""
+        self._rewards.append(metrics["reward"])
+        self._progress.update(self._task, advance=1, line=f"reward {metrics['reward']:.3f}")
+        if not self._console.is_terminal:
+            self._console.print(
+                f"{self._title}: rollout {rollout_id + 1}/{self._stop} made  reward {metrics['reward']:.3f}"
+            )
+
+    def replaced(self, error: Exception) -> None:
+        """Say that an engine that died was replaced."""
+        self._console.print(f"{in_one_line(error)}; it is replaced, and gets the weights again", markup=False)
+
+    def skipped_evaluation(self, rollout_id: int, clock: object) -> None:
+        """Say that there was no time for an evaluation."""
+        self._console.print(
+            f"no evaluation after {rollout_id} rollouts: less than twice --wall-time-reserve is left ({clock})"
+        )
 
     def evaluated(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
         """Show an evaluation."""

@@ -60,6 +60,7 @@ class Generator:
         custom_generate: the user's function and its name, None for plain generation.
         limits: what a response must keep to.
         seconds: deadline of one rollout.
+        is_synced: the engines serve the trainer's weights, as version `rollout_id` + 1; else their own, as version 0.
         save: folder of the run, for logs; None where there is no run.
     """
 
@@ -70,6 +71,7 @@ class Generator:
     limits: ResponseLimits
     seed: int
     seconds: float
+    is_synced: bool = True
     save: Path | None = None
 
     def generate(
@@ -83,8 +85,6 @@ class Generator:
     ) -> Rollout:
         """Generate `samples_per_prompt` responses to each prompt and compute their rewards.
 
-        The engines must serve weight version `rollout_id` + 1.
-
         Raises:
             DataError: a reward or a response cannot be used; names the sample.
             DrivetrainError: an engine failed, or the deadline passed.
@@ -93,7 +93,7 @@ class Generator:
         samples = [prompt for prompt in prompts for _ in range(samples_per_prompt)]
         purpose = (EVALUATION,) if evaluation else ()
         seeds = [(self.seed, rollout_id, index, *purpose) for index in range(len(samples))]
-        weight_version = rollout_id + 1
+        weight_version = rollout_id + 1 if self.is_synced else 0
         responses = self._responses(samples, sampling, seeds, weight_version)
         seconds = time.monotonic() - began
         rewards = self._rewards(samples, responses, began)

@@ -1,16 +1,21 @@
 """The train workers as the loop sees them: one object whose calls go to every rank at once."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from drivetrain_backend_api import DrivetrainError
 from drivetrain_backend_api.packing import Batching, RolloutShard
 from drivetrain_infra.calls import gather
 from drivetrain_infra.process_groups import ProcessGroupManager
+
+_SIGNAL_SECONDS = 2.0
+"""How long to wait for the answer of workers that have nothing else to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +36,11 @@ class TrainGroup:
     next_rollout_id: int
     notes: tuple[str, ...]
 
+    @property
+    def layout(self) -> dict[str, int]:
+        """How the ranks share model and data, for the record."""
+        return self.ranks.sizes
+
     def train(self, rollout_id: int, shards: Sequence[RolloutShard]) -> list[dict[str, float]]:
         """Train on a rollout. Each data-parallel shard is put into the object store once; its ranks fetch it."""
         stored = [ray.put(shard) for shard in shards]
@@ -45,13 +55,35 @@ class TrainGroup:
         steps: list[dict[str, float]] = results["train rank 0"]
         return steps
 
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint into the folder, all ranks together."""
-        gather(
-            {f"train rank {rank}": worker.save.remote(folder) for rank, worker in enumerate(self.workers)},
-            what=f"saving {folder.name}",
-            seconds=None,
-        )
+    def begin_save(self, folder: Path) -> None:
+        """Begin to write a checkpoint into the folder, all ranks together; see `CheckpointWriter`."""
+        self._gather("begin_save", folder, what=f"saving {folder.name}")
+
+    def poll_save(self) -> bool:
+        """Say whether all of it is written."""
+        return all(self._gather("poll_save", what="saving in the background"))
+
+    def finish_save(self) -> None:
+        """Wait until all of it is written."""
+        self._gather("finish_save", what="saving in the background")
+
+    def stop_signal(self) -> str | None:
+        """Say which rank was sent which signal, None where none was or they are too busy to say."""
+        calls = {worker.stop_signal.remote(): rank for rank, worker in enumerate(self.workers)}
+        ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=_SIGNAL_SECONDS)
+        for one in ready:
+            with suppress(RayError):  # that a worker is gone is said by whoever needs it
+                if name := ray.get(one):
+                    return f"{name} to train rank {calls[one]}"
+        return None
+
+    def _gather(self, method: str, *arguments: Any, what: str) -> list[Any]:
+        names = [f"train rank {rank}" for rank in range(len(self.workers))]
+        calls = {
+            name: getattr(worker, method).remote(*arguments) for name, worker in zip(names, self.workers, strict=True)
+        }
+        results = gather(calls, what=what, seconds=None)
+        return [results[name] for name in names]
 
 
 def setup_train_group(workers: Sequence[Any], *, seconds: float) -> TrainGroup:

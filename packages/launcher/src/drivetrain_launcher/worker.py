@@ -5,6 +5,7 @@ Runs as a Ray actor. Which backend it is comes in as a name; nothing here knows 
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain_backend_api import ALGORITHMS, TRAIN_BACKENDS, OptionGroup, TrainConfig, load_implementation, load_spec
-from drivetrain_backend_api.backend import TrainBackend
+from drivetrain_backend_api.backend import SaveHandle, TrainBackend
 from drivetrain_backend_api.packing import Batching, RolloutShard
 from drivetrain_backend_api.parallel import Role
 from drivetrain_infra.process_groups import WorkerPlace
 from drivetrain_infra.ray_runtime import LOOPBACK, this_node
 from drivetrain_infra.weight_sync.distributed import open_store
 from drivetrain_infra.weight_sync.sender import WeightSender
+from drivetrain_launcher.stopping import SIGNALS
 
 _LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -89,6 +91,8 @@ class TrainWorker:
         """
         import torch
 
+        self._signal: str | None = None
+        self._keep_signals()
         self._settings = settings
         self._rank = rank
         self._store: Any = None
@@ -101,6 +105,7 @@ class TrainWorker:
         algorithm_class = load_implementation(ALGORITHMS, load_spec(ALGORITHMS, settings.algorithm))
         self._algorithm = algorithm_class(settings.algorithm_options)
         self._sender: WeightSender | None = None
+        self._saving: SaveHandle | None = None
 
     def open_rendezvous(self) -> tuple[str, int]:
         """Open the group's rendezvous store here, on rank 0.
@@ -140,9 +145,22 @@ class TrainWorker:
         """Train on this rank's shard of a rollout; collective. Returns the metrics of each optimizer step."""
         return self._backend.train(rollout_id, self._backend.preprocess_rollout_data(shard), self._algorithm)
 
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint into the folder and wait until all of it is there; collective."""
-        self._backend.save_checkpoint(folder).finalize()
+    def begin_save(self, folder: Path) -> None:
+        """Begin to write a checkpoint into the folder; collective."""
+        self._saving = self._backend.save_checkpoint(folder)
+
+    def poll_save(self) -> bool:
+        """Say whether all of the checkpoint is written; collective. Raises what went wrong with it."""
+        return self._saving is None or self._saving.poll()
+
+    def finish_save(self) -> None:
+        """Wait until all of the checkpoint is written; collective. Raises what went wrong with it."""
+        if self._saving is not None:
+            self._saving.finalize()
+
+    def stop_signal(self) -> str | None:
+        """Name the signal that this process was sent, None as long as there was none."""
+        return self._signal
 
     def weight_sender(self, method: str, *arguments: Any) -> Any:
         """Call the sending side of a weight update."""
@@ -151,3 +169,14 @@ class TrainWorker:
     def close(self) -> None:
         """End the backend."""
         self._backend.close()
+
+    def _keep_signals(self) -> None:
+        """Keep a first signal for `stop_signal`, so that the run saves before this process ends; a second ends it."""
+
+        def keep(number: int, frame: object) -> None:
+            self._signal = signal.Signals(number).name
+            for one in SIGNALS:
+                signal.signal(one, signal.SIG_DFL)
+
+        for one in SIGNALS:
+            signal.signal(one, keep)

@@ -43,7 +43,13 @@ def _error(failures: list[Failure[Party]], phase: Phase, deadline: Deadline) -> 
     buckets = [getattr(one.raised, "bucket", None) for one in ordered]
     bucket = next((one for one in buckets if one is not None), None)
     error = WeightSyncError(
-        problem, phase=phase, rank=first.who.rank, bucket=bucket, engine=first.who.engine, is_lost=first.is_lost
+        problem,
+        phase=phase,
+        rank=first.who.rank,
+        bucket=bucket,
+        engine=first.who.engine,
+        is_lost=first.is_lost,
+        died=first.blame is Blame.DIED,
     )
     error.__cause__ = first.error
     return error

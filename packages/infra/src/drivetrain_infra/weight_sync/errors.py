@@ -29,6 +29,7 @@ class WeightSyncError(DrivetrainError):
         bucket: the bucket on its way, or None.
         engine: name of the engine at fault, or None.
         is_lost: whether the process is at fault, so that a new one may do better.
+        died: whether it is gone.
     """
 
     def __init__(
@@ -40,9 +41,10 @@ class WeightSyncError(DrivetrainError):
         bucket: int | None = None,
         engine: str | None = None,
         is_lost: bool = False,
+        died: bool = False,
     ) -> None:
         self.problem, self.phase, self.rank, self.bucket, self.engine = problem, phase, rank, bucket, engine
-        self.is_lost = is_lost
+        self.is_lost, self.died = is_lost, died
         where = [f"phase {phase}"]
         where += [f"bucket {bucket}"] if bucket is not None else []
         where += [f"train rank {rank}"] if rank is not None else []
@@ -50,13 +52,12 @@ class WeightSyncError(DrivetrainError):
         super().__init__(f"weight update failed ({', '.join(where)}): {problem}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.problem, self.phase, self.rank, self.bucket, self.engine, self.is_lost)
+        where = {"phase": self.phase, "rank": self.rank, "bucket": self.bucket, "engine": self.engine}
+        return _rebuild, (self.problem, {**where, "is_lost": self.is_lost, "died": self.died})
 
 
-def _rebuild(
-    problem: str, phase: Phase, rank: int | None, bucket: int | None, engine: str | None, is_lost: bool
-) -> WeightSyncError:
-    return WeightSyncError(problem, phase=phase, rank=rank, bucket=bucket, engine=engine, is_lost=is_lost)
+def _rebuild(problem: str, rest: dict[str, Any]) -> WeightSyncError:
+    return WeightSyncError(problem, **rest)
 
 
 class BucketError(DrivetrainError):

@@ -116,7 +116,7 @@ class WeightSession:
             ConfigError: the version is not larger, or there is no engine.
         """
         engines = tuple(self.engines)
-        if version < self.version or (version == self.version and engines == self._updated):
+        if version < self.version or self.has_synced(version):
             raise ConfigError(f"weight version {version} must be above {self.version}, the last one published")
         if not engines:
             raise ConfigError("there is no rollout engine to update; leave weight updates out of a run without engines")
@@ -127,6 +127,10 @@ class WeightSession:
             self._connected = ()
             update.abandon(self._disk_folder(version))
             raise
+
+    def has_synced(self, version: int) -> bool:
+        """Say whether all engines, as the list is now, serve this version."""
+        return version == self.version and tuple(self.engines) == self._updated
 
     def _run(self, update: "_Update", version: int) -> SyncReport:
         """Run the protocol, top to bottom."""

@@ -30,8 +30,11 @@ __all__ = [
 ]
 
 
-def preflight(config: DrivetrainConfig) -> list[str]:
+def preflight(config: DrivetrainConfig, *, resumes: bool = False) -> list[str]:
     """Check everything that can be checked without starting anything.
+
+    Args:
+        resumes: `--save` holds a run that goes on, so that nobody reads `--load`.
 
     Returns: what the user should know before it starts, though nothing of it is wrong yet.
 
@@ -44,10 +47,11 @@ def preflight(config: DrivetrainConfig) -> list[str]:
     unusable = _path_findings(config)
     findings += unusable
     if not unusable:
-        loaded, in_checkpoint = find_load(config)
+        loaded, in_checkpoint = (None, []) if resumes else find_load(config)
         findings += model_findings(config) + in_checkpoint + prompt_file_findings(config)
     findings += _batch_findings(config)
     findings += _function_findings(config)
+    findings += _debug_findings(config)
     findings += _tracking_findings(config)
     if not unusable:
         size = run_size(config)
@@ -120,6 +124,24 @@ def _batch_findings(config: DrivetrainConfig) -> list[str]:
         f"--global-batch-size {step} does not divide the {samples} samples of a rollout (--rollout-batch-size "
         f"{rollout.rollout_batch_size} x --n-samples-per-prompt {rollout.n_samples_per_prompt}); choose a divisor"
     ]
+
+
+def _debug_findings(config: DrivetrainConfig) -> list[str]:
+    """Return what runs without engines, or without train workers, cannot do."""
+    rollout, findings = config.rollout, []
+    replay = rollout.load_debug_rollout_data
+    if replay is not None and not Path(replay).is_dir():
+        findings.append(f"--load-debug-rollout-data {replay}: no such folder; give one with rollout_N.pt files")
+    if rollout.debug_train_only and config.evaluation.eval_prompt_data is not None:
+        findings.append("--debug-train-only starts no engines to evaluate with; leave --eval-prompt-data out")
+    if rollout.debug_rollout_only and config.evaluation.eval_prompt_data is not None:
+        findings.append("--debug-rollout-only trains nothing to evaluate; leave --eval-prompt-data out")
+    if (rollout.debug_rollout_only or replay is not None) and not config.algorithm.generates:
+        findings.append(
+            f"--algorithm {config.algorithm.name} makes no rollouts; leave --debug-rollout-only and "
+            "--load-debug-rollout-data out"
+        )
+    return findings
 
 
 def _function_findings(config: DrivetrainConfig) -> list[str]:

@@ -4,11 +4,12 @@ What a checkpoint holds is the train backend's own; its spec names the function 
 that knows other folders whose weights it takes.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from drivetrain_backend_api import BackendSpec, DataError
-from drivetrain_infra.run_folder import resolve_checkpoint
+from drivetrain_infra.run_folder import RunFolder, resolve_checkpoint
 from drivetrain_launcher.config import DrivetrainConfig
 
 _SHOWN = 3
@@ -30,20 +31,38 @@ class Loaded:
     rollouts: int
 
 
-def resolve_load(backend: BackendSpec, load: str) -> Loaded:
+def resolve_load(backend: BackendSpec, load: str, step: int | None = None) -> Loaded:
     """Return what a value of `--load` means.
 
+    Args:
+        step: `--ckpt-step`: which checkpoint of the run to take, None for its newest.
+
     Raises:
-        DataError: neither a run, nor one of its checkpoints, nor a folder that the backend takes weights from.
+        DataError: neither a run, nor one of its checkpoints, nor a folder that the backend takes weights from; or the
+            run has no checkpoint of that number.
     """
     if backend.load_takes_weights_of()(Path(load)):
         return Loaded(folder=Path(load), run=None, rollouts=0)
     checkpoint = resolve_checkpoint(Path(load))
+    if step is not None:
+        run = RunFolder(checkpoint.parent)
+        found = run.find(step)
+        if found is None:
+            there = ", ".join(map(str, run.checkpoints()))
+            raise DataError(f"{run.root} holds no checkpoint {step} (--ckpt-step); it holds {there}")
+        checkpoint = found
     return Loaded(folder=checkpoint, run=checkpoint.parent, rollouts=int(checkpoint.name.removeprefix("iter_")))
 
 
+def checkpoint_verifier(config: DrivetrainConfig) -> Callable[[Path], Sequence[str]]:
+    """Return what looks for everything wrong with a checkpoint that this run may load."""
+    check, full = config.backend.load_check_checkpoint(), config.train.verify_checkpoint
+    world_size = config.placement.train_world_size
+    return lambda checkpoint: check(checkpoint, world_size=world_size, full=full)
+
+
 def find_load(config: DrivetrainConfig) -> tuple[Loaded | None, list[str]]:
-    """Return what `--load` means, None where that is nothing, and what is wrong with it."""
+    """Return what `--load` means to a new run, None where that is nothing, and what is wrong with it."""
     load, stop = config.train.load, config.loop.num_rollout
     if load is None:
         return None, []
@@ -51,14 +70,15 @@ def find_load(config: DrivetrainConfig) -> tuple[Loaded | None, list[str]]:
         wrong = "not a folder" if Path(load).exists() else "no such folder"
         return None, [f"--load {load}: {wrong}; give the folder of a run, or of one of its checkpoints"]
     try:
-        loaded = resolve_load(config.backend, load)
+        loaded = resolve_load(config.backend, load, config.run_folder.ckpt_step)
     except DataError as error:
         return None, [f"--load {error}"]
     except OSError as error:  # `latest` names what the system cannot look up
         return None, [f"--load {load}: {error.strerror or error}; give the folder of a run that saved a checkpoint"]
     world_size = config.placement.train_world_size
-    findings = checkpoint_findings(config.backend, loaded.folder, what="--load", world_size=world_size)
-    if stop is not None and loaded.rollouts >= stop:
+    full = config.train.verify_checkpoint
+    findings = checkpoint_findings(config.backend, loaded.folder, what="--load", world_size=world_size, full=full)
+    if stop is not None and loaded.rollouts >= stop and not config.train.finetune:
         findings.append(
             f"--load {loaded.folder} was trained on {loaded.rollouts} rollouts already, and --num-rollout ends the run "
             f"at {stop}; raise it above {loaded.rollouts}"
@@ -66,15 +86,18 @@ def find_load(config: DrivetrainConfig) -> tuple[Loaded | None, list[str]]:
     return loaded, findings
 
 
-def checkpoint_findings(backend: BackendSpec, checkpoint: Path, *, what: str, world_size: int | None) -> list[str]:
+def checkpoint_findings(
+    backend: BackendSpec, checkpoint: Path, *, what: str, world_size: int | None, full: bool = False
+) -> list[str]:
     """Return what the train backend finds wrong with a checkpoint, and which others lie beside it.
 
     Args:
         checkpoint: as `resolve_checkpoint` or `resolve_load` returned it.
         what: how the user gave it, for messages.
         world_size: ranks that will load it, None to export it.
+        full: compare every byte with its checksums.
     """
-    findings = backend.load_check_checkpoint()(checkpoint, world_size=world_size)
+    findings = backend.load_check_checkpoint()(checkpoint, world_size=world_size, full=full)
     if not findings:
         return []
     folders = [one.name for one in sorted(checkpoint.parent.glob("iter_*")) if one.is_dir() and not one.suffix]

@@ -54,7 +54,7 @@ def folder_notes(config: DrivetrainConfig, size: RunSize, loaded: Loaded | None)
         return []
     return [
         f"--save-interval {interval}: the {count} checkpoints of this run take about {gib(together)} together, and the "
-        f"file system of --save {save} has {gib(free)} free; raise it, or remove old ones in time"
+        f"file system of --save {save} has {gib(free)} free; raise it, or give --save-max-to-keep"
     ]
 
 
@@ -162,4 +162,6 @@ def _checkpoints(config: DrivetrainConfig, loaded: Loaded | None) -> int:
     if stop is None or every is None:
         return 1
     start = 0 if loaded is None else loaded.rollouts
-    return stop // every - start // every + (stop % every > 0)
+    count = stop // every - start // every + (stop % every > 0)
+    keep = config.run_folder.save_max_to_keep
+    return count if keep is None else min(count, keep + 1)  # the new one is whole before the oldest goes

@@ -1,0 +1,200 @@
+"""Where a stage begins: at the start, from what `--load` names, or where the run in `--save` stopped.
+
+Resuming and initialising are different things: a folder that holds a run is resumed, exactly or with every difference
+accepted by name, and `--load` only says where a new run takes its weights from. Nothing here starts anything.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from drivetrain_backend_api import ConfigError, DataError
+from drivetrain_infra.resume import ResumePoint, differences, find_resume, require_same
+from drivetrain_infra.run_folder import RunFolder
+from drivetrain_infra.run_state import RUN_STATE, RunState, installed_versions
+from drivetrain_launcher.arguments import Spelling, Surface
+from drivetrain_launcher.config import DrivetrainConfig
+from drivetrain_launcher.preflight.checkpoint import checkpoint_verifier, resolve_load
+from drivetrain_launcher.sources import config_values
+
+_READ_BYTES = 1024**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begin:
+    """Where a stage begins.
+
+    Attributes:
+        load: what the train backend loads, None for the weights of `--hf-checkpoint`.
+        finetune: it takes the weights alone.
+        start: the first rollout id.
+        state: of the run that it goes on from, None where there is none.
+        in_place: the run in `--save` goes on; else a new one begins there.
+        metrics_bytes: length of metrics.jsonl to keep.
+        notes: what the user should know.
+    """
+
+    load: Path | None
+    finetune: bool
+    start: int
+    state: RunState | None
+    in_place: bool
+    metrics_bytes: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The checkpoint of this run that it goes on from, None where there is none."""
+        return self.load if self.in_place and self.state is not None and self.state.checkpoint is not None else None
+
+
+def find_point(config: DrivetrainConfig, folder: RunFolder) -> ResumePoint | None:
+    """Find where the run in a folder stopped; None where it holds none.
+
+    Raises:
+        ConfigError: its checkpoint is damaged, or there is none of that number.
+    """
+    try:
+        return find_resume(
+            folder,
+            step=config.run_folder.ckpt_step,
+            verify=checkpoint_verifier(config),
+            fallback=config.run_folder.load_fallback,
+        )
+    except DataError as error:  # nothing is started yet
+        raise ConfigError(f"--save {error}") from error
+
+
+def begin_at(config: DrivetrainConfig, folder: RunFolder, point: ResumePoint | None) -> Begin:
+    """Decide where a stage begins, of which everything else was found right.
+
+    Args:
+        config: resolved.
+        point: what `find_point` found.
+
+    Raises:
+        ConfigError: the run in the folder is another one, and nobody accepted that; one finding a line.
+    """
+    if point is None:
+        return _from_load(config)
+    notes = [*point.notes, *_same(config, point.state)] if point.state else list(point.notes)
+    if point.checkpoint is None:
+        begin = _from_load(config)
+        notes.append(f"the run in {folder.root} has no checkpoint yet, so it begins anew")
+        return replace(begin, in_place=True, notes=(*notes, *begin.notes), metrics_bytes=0)
+    assert point.state is not None
+    state = point.state
+    begin = Begin(
+        load=point.checkpoint,
+        finetune=False,
+        start=state.next_rollout_id,
+        state=state,
+        in_place=True,
+        metrics_bytes=_metrics_bytes(folder, state),
+    )
+    notes.append(f"going on from {point.checkpoint}, after {state.next_rollout_id} rollouts")
+    return replace(begin, notes=tuple(notes))
+
+
+def _from_load(config: DrivetrainConfig) -> Begin:
+    train, step = config.train, config.run_folder.ckpt_step
+    if train.load is None:
+        return Begin(load=None, finetune=False, start=0, state=None, in_place=False, metrics_bytes=0)
+    loaded = resolve_load(config.backend, train.load, step)
+    resumes = loaded.run is not None and not train.finetune
+    state = None
+    notes: tuple[str, ...] = ()
+    if resumes and (loaded.folder / RUN_STATE).exists():
+        state = RunState.read(loaded.folder / RUN_STATE)
+        found = differences(state, facts(config), free_keys(config) | {"load", "finetune"})
+        if found:
+            notes = (f"differs from the run of {loaded.folder} in: {', '.join(one.name for one in found)}",)
+    return Begin(
+        load=loaded.folder,
+        finetune=train.finetune,
+        start=loaded.rollouts if resumes else 0,
+        state=state and replace(state, checkpoint=None, wandb_run_id=None, wall_seconds=0.0, exit_reason=None),
+        in_place=False,
+        metrics_bytes=0,
+        notes=notes,
+    )
+
+
+def _same(config: DrivetrainConfig, saved: RunState) -> list[str]:
+    free = free_keys(config)
+    if config.train.load is not None and Path(config.train.load).resolve() == Path(config.run_folder.save).resolve():
+        free.add("load")  # asks for what is done anyway
+    found = differences(saved, replace(facts(config), layout=saved.layout), free)
+    return require_same(found, config.run_folder.accept_change, options=config_values(config).keys())
+
+
+def _metrics_bytes(folder: RunFolder, state: RunState) -> int:
+    """Return how much of metrics.jsonl to keep: all, where the last start ended well behind this very checkpoint."""
+    try:
+        newest = RunState.read(folder.state)
+    except DataError:
+        return state.metrics_bytes
+    if newest.exit_reason is None or newest.checkpoint != state.checkpoint:
+        return state.metrics_bytes
+    return max(state.metrics_bytes, newest.metrics_bytes)
+
+
+# -- facts -------------------------------------------------------------------------------------------------------------
+
+
+def facts(config: DrivetrainConfig) -> RunState:
+    """Return the state of a new run of this configuration: what it is made of, at rollout 0."""
+    train = config.train
+    models = [train.hf_checkpoint, train.ref_load, train.opd_teacher_load]
+    files = [config.data.prompt_data, config.evaluation.eval_prompt_data]
+    return RunState(
+        next_rollout_id=0,
+        checkpoint=None,
+        weight_version=1,
+        prompts_read=0,
+        seed=train.seed,
+        metrics_bytes=0,
+        backend=config.backend.name,
+        versions=installed_versions(),
+        layout={},
+        model_sha256=_sha256(_describe_model(Path(one)) if one else b"" for one in models),
+        data_sha256=_sha256(_digest(Path(one)) if one else b"" for one in files),
+        options=config_values(config),
+    )
+
+
+def lineage(state: RunState, config: DrivetrainConfig) -> str:
+    """Return a word for all that the numbers of a run depend on, beside the versions of what computes them."""
+    free = free_keys(config)
+    options = {key: value for key, value in state.options.items() if key not in free}
+    text = json.dumps([options, state.model_sha256, state.data_sha256, state.backend], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def free_keys(config: DrivetrainConfig) -> set[str]:
+    """Return the file keys of options that no number depends on."""
+    surface = Surface(backend=config.backend, engine=config.engine, algorithm=config.algorithm)
+    return {
+        Spelling.KEY.write(one.name) for group in surface.groups for one in surface.group_options(group) if one.free
+    }
+
+
+def _describe_model(folder: Path) -> bytes:
+    """Return the configuration, and names and sizes of the weight files: a fingerprint that needs no long reading."""
+    config = folder / "config.json"
+    weights = sorted((one.name, one.stat().st_size) for one in folder.glob("*.safetensors"))
+    return (config.read_bytes() if config.is_file() else b"") + json.dumps(weights).encode()
+
+
+def _digest(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
+def _sha256(parts: Iterable[bytes]) -> str:
+    total = hashlib.sha256()
+    for one in parts:
+        total.update(hashlib.sha256(one).digest())
+    return total.hexdigest()
