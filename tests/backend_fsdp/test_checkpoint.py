@@ -3,6 +3,7 @@
 import importlib
 import json
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,9 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from transformers import AutoModelForCausalLM
 
-from drivetrain_backend_api import TRAIN_BACKENDS, load_spec
-from drivetrain_backend_api.checkpoint_files import checksums_of, read_metadata, write_checksums
+from drivetrain_backend_api import TRAIN_BACKENDS, load_spec, manifest
+from drivetrain_backend_api.checkpoint_files import read_metadata
 from drivetrain_backend_api.errors import DataError
+from drivetrain_backend_api.manifest import MANIFEST, read_manifest, record_of, write_manifest
 from drivetrain_backend_api.schedule import LossScaler
 from drivetrain_backend_api.testing.models import make_model
 from drivetrain_backend_fsdp.checkpoint import export_checkpoint, save_checkpoint
@@ -107,9 +109,8 @@ def test_integer_and_boolean_buffers_are_exported_as_they_are(
             model,
             backend.optimizer,
             LossScaler(backend.config),
+            backend._saver,
             next_rollout_id=0,
-            device=backend.device,
-            control=backend.groups.control,
         )
     export_checkpoint(tmp_path / "checkpoint", models["qwen3"], tmp_path / "out", dtype)
     found = load_file(tmp_path / "out" / "model.safetensors")
@@ -234,6 +235,12 @@ def copy(saved: Saved, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved.folder, tmp_path / "copy"))
 
 
+def relist(folder: Path) -> None:
+    """Write the list of the folder's files anew, as if they had been written as they are now."""
+    names = [*read_manifest(folder)]
+    write_manifest(folder, {name: record_of(folder / name) for name in names if (folder / name).exists()})
+
+
 def shard_of(folder: Path) -> Path:
     (shard,) = (folder / "dcp").glob("*.distcp")
     return shard
@@ -254,6 +261,9 @@ def test_a_shard_that_is_cut_short_or_overwritten_or_gone_is_named(copy: Path) -
     ]
     # what a machine that lost its power may leave: the length is right, the end was never written
     shard.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
+    (found,) = check_checkpoint(copy)
+    assert found.startswith(f"{shard} is damaged: ")
+    relist(copy)
     assert check_checkpoint(copy) == [
         f"{shard} is damaged: it holds something else than tensors; use another checkpoint of the run"
     ]
@@ -280,11 +290,14 @@ def test_what_is_wrong_with_the_state_file_is_said(copy: Path, change: dict[str,
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     (found,) = check_checkpoint(copy)
     assert found.startswith(f"{path} {message}")
+    relist(copy)
+    assert check_checkpoint(copy) == [found]
 
 
 def test_random_states_are_looked_at_for_every_rank(copy: Path) -> None:
     path = copy / "trainer_state.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"world_size": 3}))
+    relist(copy)
     assert check_checkpoint(copy, world_size=3) == [
         f"{copy / 'rng_rank00001.safetensors'} is missing; use another checkpoint of the run"
     ]
@@ -313,8 +326,8 @@ def test_all_that_is_wrong_is_found_at_once_and_nothing_is_executed(copy: Path, 
     for path in copy.rglob("*"):
         if path.is_file():
             path.write_bytes(hostile)
-    checksums, state, metadata = check_checkpoint(copy)
-    assert checksums.startswith(f"{copy / 'checksums.json'} is damaged: ")
+    listed, state, metadata = check_checkpoint(copy)
+    assert listed.startswith(f"{copy / MANIFEST} is damaged: ")
     assert state.startswith(f"{copy / 'trainer_state.json'} is damaged: ")
     assert metadata.startswith(f"{copy / 'dcp' / '.metadata'} is damaged: ")
     assert metadata.endswith(" has no place in a checkpoint's metadata; use another checkpoint of the run")
@@ -354,44 +367,80 @@ def test_a_damaged_tensor_is_refused_in_one_line(copy: Path, models: dict[str, P
     for offset in offsets:
         content[offset + 60 : offset + 160] = b"\xff" * 100
     shard.write_bytes(content)
-    write_checksums(copy, checksums_of(copy, 0))  # as if it had been damaged before it was saved
+    relist(copy)
     with pytest.raises(DataError, match=r"^reading the checkpoint .*; use another checkpoint of the run$"):
         export_checkpoint(copy, models["qwen3-tied"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_one_changed_byte_of_the_tensors_is_found_when_they_are_read(
-    copy: Path, models: dict[str, Path], tmp_path: Path
+def test_one_changed_byte_of_the_tensors_is_found_when_all_bytes_are_read(
+    copy: Path, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(manifest, "SMALL_BYTES", 0)  # no file is as small as those of tiny models are
     shard = shard_of(copy)
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    assert check_checkpoint(copy, world_size=1) == []  # which reads no tensor
-    said = f"^{shard} is damaged, or of another checkpoint: its checksum is not the one in checksums.json; use another"
-    with one_rank(config_of(models["qwen3-tied"], load=str(copy))) as backend, pytest.raises(DataError, match=said):
+    assert check_checkpoint(copy, world_size=1) == []
+    said = f"^{shard} is damaged, or of another checkpoint: its checksum is not the one in {MANIFEST}; use another"
+    (found,) = check_checkpoint(copy, world_size=1, full=True)
+    assert re.match(said, found)
+    config = config_of(models["qwen3-tied"], load=str(copy))
+    with one_rank(config) as backend:
+        backend.setup()
+    with one_rank(replace(config, verify_checkpoint=True)) as backend, pytest.raises(DataError, match=said):
         backend.setup()
     with pytest.raises(DataError, match=said):
         export_checkpoint(copy, models["qwen3-tied"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_checksums_that_are_missing_or_not_their_own_are_named(copy: Path) -> None:
-    path = copy / "checksums.json"
+def test_a_shard_that_is_cut_short_is_found_without_reading_it(
+    copy: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest, "SMALL_BYTES", 0)
+    shard = shard_of(copy)
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with (
+        one_rank(config_of(models["qwen3-tied"], load=str(copy))) as backend,
+        pytest.raises(DataError, match=f"^{shard} is cut short: "),
+    ):
+        backend.setup()
+
+
+def test_a_list_that_is_missing_or_not_its_own_is_named(copy: Path) -> None:
+    path = copy / MANIFEST
     whole = path.read_text()
     another_number = whole.replace('": ', '": 1', 1)
     for damaged in ("", "[]", '{"files": 3, "crc32": 0}', whole[:-20], another_number):
         path.write_text(damaged)
         (found,) = check_checkpoint(copy)
         assert found.startswith(f"{path} is damaged: ")
-    write_checksums(copy, {"../elsewhere": 0})
-    assert check_checkpoint(copy) == [
-        f"{path} is damaged: its own checksum does not fit; use another checkpoint of the run"
-    ]
     path.unlink()
     assert check_checkpoint(copy) == [
         f"{copy} is no complete checkpoint: {path} is missing; use another checkpoint of the run"
     ]
+
+
+def test_a_file_that_another_added_and_listed_changes_nothing(copy: Path, models: dict[str, Path]) -> None:
+    (copy / "run_state.json").write_text("{}")
+    (found,) = check_checkpoint(copy, world_size=1)
+    assert found.startswith(f"{copy / 'run_state.json'} is not in {MANIFEST}")
+    write_manifest(copy, read_manifest(copy) | {"run_state.json": record_of(copy / "run_state.json")})
+    assert check_checkpoint(copy, world_size=1, full=True) == []
+    with one_rank(config_of(models["qwen3-tied"], load=str(copy), verify_checkpoint=True)) as backend:
+        assert backend.setup() == 1
+
+
+def test_tensors_that_the_list_does_not_cover_are_not_read(copy: Path, models: dict[str, Path]) -> None:
+    shard = shard_of(copy)
+    kept = {name: one for name, one in read_manifest(copy).items() if name != f"dcp/{shard.name}"}
+    write_manifest(copy, kept)
+    with (
+        one_rank(config_of(models["qwen3-tied"], load=str(copy))) as backend,
+        pytest.raises(DataError, match=f"^{copy / MANIFEST} does not cover dcp/{shard.name}; "),
+    ):
+        backend.setup()
 
 
 # -- export ------------------------------------------------------------------------------------------------------------

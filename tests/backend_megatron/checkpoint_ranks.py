@@ -94,10 +94,9 @@ def save(backend: MegatronBackend, job: dict[str, Any]) -> dict[str, Any]:
         backend._model,
         backend.optimizer,
         backend._scaler,
+        backend._saver,
         next_rollout_id=NEXT_ROLLOUT,
-        device=backend.device,
-        control=backend.groups.control,
-    )
+    ).finalize()
     return {}
 
 
@@ -113,6 +112,8 @@ def load(backend: MegatronBackend, job: dict[str, Any]) -> dict[str, Any]:
             backend._scaler,
             device=backend.device,
             control=backend.groups.control,
+            weights_only=job.get("finetune", False),
+            verify=True,
         )
     except DrivetrainError as error:
         return {"error": str(error)}

@@ -37,7 +37,7 @@ PLAIN = ("dense", "moe", "mixed")
 
 SAVES: Mapping[str, tuple[str, int, dict[str, Any]]] = {
     "dense": ("dense", 4, {TP: 2}),
-    "fp32": ("dense", 2, {"fp32": True}),
+    "fp32": ("dense", 2, {"fp32": True, "async_save": True}),
     "tied": ("tied", 2, {PP: 2}),
     "moe": ("moe", 4, {EP: 2}),
     "mixed": ("mixed", 2, {EP: 2}),
@@ -274,7 +274,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_tensor(launch: Launch) -> N
 def test_a_damaged_checkpoint_is_refused_by_file_on_all_ranks(launch: Launch) -> None:
     said = {one["error"] for one in launch.found("damaged")}
     assert len(said) == 1
-    assert " is damaged, or of another checkpoint: its checksum is not the one in checksums.json" in said.pop()
+    assert " is damaged, or of another checkpoint: its checksum is not the one in manifest.json" in said.pop()
 
 
 def test_a_folder_of_no_kind_is_refused_with_the_three_kinds(launch: Launch) -> None:

@@ -199,7 +199,7 @@ def test_a_worker_gets_its_memory_saver_before_it_starts(tmp_path: Path, monkeyp
         (("config.json", "model.safetensors.index.json"), True),
         ((".metadata", "common.pt", "metadata.json"), True),
         (("latest_checkpointed_iteration.txt",), True),
-        (("trainer_state.json", "checksums.json", ".metadata", "metadata.json"), False),
+        (("trainer_state.json", "manifest.json", ".metadata", "metadata.json"), False),
         # transformers' trainer writes a file of that name too
         (("trainer_state.json", "config.json", "model.safetensors"), True),
         (("config.json", "latest"), False),

@@ -1,16 +1,15 @@
 """The files of a checkpoint folder: what they are called, how they are read, and whether all of them are whole.
 
 A folder holds `dcp/` (weights and Adam's moments, sharded), `trainer_state.json` (the scalars), one
-`rng_rank*.safetensors` a rank, and `checksums.json` over all of these. Nothing in it is trusted: the metadata of `dcp/`
-passes through an unpickler that builds nothing but DCP's own objects. Knows nothing of models, optimizers or process
-groups, and of backends only the name of the one that wrote the folder.
+`rng_rank*.safetensors` a rank, and `manifest.json` over all of these and over what others added. Nothing in it is
+trusted: the metadata of `dcp/` passes through an unpickler that builds nothing but DCP's own objects. Knows nothing of
+models, optimizers or process groups, and of backends only the name of the one that wrote the folder.
 """
 
 import json
 import math
 import os
 import pickle
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -26,20 +25,23 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from drivetrain_backend_api.errors import DataError, DrivetrainError, printable
+from drivetrain_backend_api.manifest import (
+    MANIFEST,
+    OTHER_CHECKPOINT,
+    FileRecord,
+    file_findings,
+    not_a_file,
+    read_manifest,
+    record_of,
+)
 
 FORMAT = 1
 """Version of the folder's layout."""
 
 TENSORS = "dcp"
 STATE = "trainer_state.json"
-CHECKSUMS = "checksums.json"
-
-OTHER_CHECKPOINT = "use another checkpoint of the run"
-"""What to do about a damaged one."""
 
 _METADATA = ".metadata"
-
-_READ_BYTES = 16 * 1024**2
 
 _ARCHIVE_START = b"PK\x03\x04"
 """First bytes of everything that `torch.save` writes, and so of each tensor in a shard."""
@@ -74,6 +76,7 @@ class TrainerState:
         loss_scale_good_steps: steps since the scale last changed.
         world_size: ranks that wrote it.
         layout: how these shared the model, for example {"tp": 2, "pp": 1}; empty where the rank count says all.
+        moments: Adam's are there; without them no run can go on from it.
     """
 
     format: int
@@ -84,10 +87,13 @@ class TrainerState:
     loss_scale_good_steps: int
     world_size: int
     layout: Mapping[str, int] = field(default_factory=dict)
+    moments: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.layout, dict):
             raise ValueError(f"layout is {self.layout!r:.60}, which is no table")
+        if not isinstance(self.moments, bool):
+            raise ValueError(f"moments is {self.moments!r:.60}, which is neither true nor false")
         for one in fields(self):
             if one.type in (int, float):
                 smallest = 1 if one.name == "world_size" else 0
@@ -112,92 +118,59 @@ def rng_file(folder: Path, rank: int) -> Path:
     return folder / f"rng_rank{rank:05d}.safetensors"
 
 
-def checksums_of(folder: Path, rank: int) -> dict[str, int]:
-    """Compute the CRC-32 of every file that a rank has written, by its path in the folder."""
+def records_of(folder: Path, rank: int) -> dict[str, FileRecord]:
+    """Compute the record of every file that a rank has written, by its path in the folder."""
     paths = [rng_file(folder, rank), *(folder / TENSORS).glob(f"__{rank}_*")]
     if rank == 0:
         paths += [folder / STATE, folder / TENSORS / _METADATA]
-    return {str(one.relative_to(folder)): _crc32(one) for one in sorted(paths)}
+    return {str(one.relative_to(folder)): record_of(one) for one in sorted(paths)}
 
 
-def write_checksums(folder: Path, checksums: Mapping[str, int]) -> None:
-    """Write the checksums of all files of a folder, and one over themselves."""
-    (folder / CHECKSUMS).write_text(_render_checksums(checksums))
-
-
-def verify_checksums(folder: Path, rank: int, ranks: int, *, same_ranks: bool) -> None:
-    """Compare one rank's part of a folder's files with their checksums.
+def verify_files(folder: Path, rank: int, ranks: int, *, same_ranks: bool, full: bool) -> None:
+    """Compare one rank's part of a folder's files with their list.
 
     Args:
         folder: should have been written by `save_checkpoint` of a backend.
         rank: takes every `ranks`-th file.
         ranks: that share the work.
         same_ranks: ranks of the same layout wrote it; else nobody reads the random states, and they are left alone.
+        full: read every byte, not only those of small files.
 
     Raises:
         DataError: a file is missing, or is not what was written; names the first.
     """
-    checksums = _read_checksums(folder)
+    records = read_manifest(folder)
     shards = [f"{TENSORS}/{one}" for one in _pieces_by_file(folder, read_metadata(folder))]
     for name in (STATE, f"{TENSORS}/{_METADATA}", *sorted(shards)):
-        if name not in checksums:
-            raise DataError(f"{folder / CHECKSUMS} does not cover {name}; {OTHER_CHECKPOINT}")
-    for name in sorted(checksums)[rank::ranks]:
-        if not same_ranks and name.startswith("rng_rank"):
-            continue
-        path = folder / name
-        _require_file(path)
-        try:
-            found = _crc32(path)
-        except FileNotFoundError as error:
-            raise DataError(f"{path} is missing; {OTHER_CHECKPOINT}") from error
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error}; {OTHER_CHECKPOINT}") from error
-        if found != checksums[name]:
-            raise DataError(
-                f"{path} is damaged, or of another checkpoint: its checksum is not the one in {CHECKSUMS}; "
-                f"{OTHER_CHECKPOINT}"
-            )
+        if name not in records:
+            raise DataError(f"{folder / MANIFEST} does not cover {name}; {OTHER_CHECKPOINT}")
+    findings = file_findings(
+        folder, full=full, skip=lambda name: not same_ranks and _is_random_state(name), share=(rank, ranks)
+    )
+    for finding in findings.values():
+        raise DataError(finding)
 
 
-def _render_checksums(checksums: Mapping[str, int]) -> str:
-    table = dict(sorted(checksums.items()))
-    return json.dumps({"files": table, "crc32": zlib.crc32(json.dumps(table).encode())}, indent=1) + "\n"
-
-
-def _read_checksums(folder: Path) -> dict[str, int]:
-    path = folder / CHECKSUMS
-    _require_file(path)
-    try:
-        text = path.read_text("utf-8")
-        table = json.loads(text)["files"]
-        whole = text == _render_checksums(table) and all(
-            isinstance(one, int) and _lies_inside(name) for name, one in table.items()
-        )
-    except FileNotFoundError as error:
-        raise DataError(f"{folder} is no complete checkpoint: {path} is missing; {OTHER_CHECKPOINT}") from error
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path} is damaged: {error}; {OTHER_CHECKPOINT}") from error
-    if not whole:
-        raise DataError(f"{path} is damaged: its own checksum does not fit; {OTHER_CHECKPOINT}")
-    return dict(table)
-
-
-def _lies_inside(name: str) -> bool:
-    return not Path(name).is_absolute() and ".." not in Path(name).parts
-
-
-def _crc32(path: Path) -> int:
-    total = 0
-    with path.open("rb") as file:
-        while part := file.read(_READ_BYTES):
-            total = zlib.crc32(part, total)
-    return total
+def _is_random_state(name: str) -> bool:
+    return name.startswith("rng_rank")
 
 
 def write_state(folder: Path, state: TrainerState) -> None:
     """Write the scalars of a checkpoint."""
     (folder / STATE).write_text(json.dumps(asdict(state), indent=2) + "\n")
+
+
+def require_moments(folder: Path, state: TrainerState) -> None:
+    """Refuse to go on from a checkpoint without the optimizer.
+
+    Raises:
+        DataError: with the way out.
+    """
+    if not state.moments:
+        raise DataError(
+            f"{folder} was saved with --no-save-optim, so no run can be resumed from it; take another checkpoint, or "
+            "begin a new run with its weights: add --finetune"
+        )
 
 
 def read_state(folder: Path, backend: str) -> TrainerState:
@@ -267,11 +240,16 @@ def require_shared(folder: Path, rank: int) -> None:
         )
 
 
-def write_random_state(folder: Path, rank: int, device: torch.device) -> None:
-    """Write this rank's random states, of the CPU and of the GPU where it trains on one."""
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Copy this rank's random states, of the CPU and of the GPU where it trains on one."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def write_random_state(folder: Path, rank: int, states: dict[str, Tensor]) -> None:
+    """Write what `random_state` gave."""
     try:
         save_file(states, rng_file(folder, rank))
     except SafetensorError as error:
@@ -305,44 +283,40 @@ def read_random_state(path: Path) -> dict[str, Tensor]:
     return states
 
 
-def check_checkpoint(folder: Path, backend: str, *, world_size: int | None = None) -> list[str]:
+def check_checkpoint(folder: Path, backend: str, *, world_size: int | None = None, full: bool = False) -> list[str]:
     """Look for everything that would keep a checkpoint from being read: files missing, cut short or unreadable.
-
-    Of the tensors only the sizes and the first bytes are looked at; loading compares the checksums.
 
     Args:
         folder: should have been written by `save_checkpoint` of a backend.
         backend: its name.
         world_size: of the run that will load it, None to export it. Random states are looked at only where as many
             ranks wrote it, since no one else reads them.
+        full: read every byte; else of the tensors only the sizes and the first bytes are looked at.
 
     Returns: one sentence for each thing wrong, empty when the checkpoint is whole.
     """
-    findings = []
-    try:
-        _read_checksums(folder)
-    except DataError as error:
-        findings.append(str(error))
+    others: dict[str, str] = {}
+    random_states = False
     try:
         state = read_state(folder, backend)
-        if state.world_size == world_size:
-            findings += _random_state_findings(folder, world_size)
+        random_states = state.world_size == world_size
+        if random_states:
+            others |= _random_state_findings(folder, state.world_size)
     except DataError as error:
-        findings.append(str(error))
+        others[STATE] = str(error)
     try:
-        findings += shard_findings(folder, read_metadata(folder))
+        for name, finding in shard_findings(folder, read_metadata(folder)):
+            others[f"{TENSORS}/{name}"] = finding
     except DataError as error:
-        findings.append(str(error))
-    return findings
+        others[f"{TENSORS}/{_METADATA}"] = str(error)
+    findings = file_findings(folder, full=full, skip=lambda name: not random_states and _is_random_state(name))
+    # one sentence a file: what is wrong inside says more than that its checksum is not the listed one
+    return list((findings | others).values())
 
 
 def _require_file(path: Path) -> None:
-    """Refuse what is there and no file: to open a pipe is to wait."""
-    try:
-        if path.exists() and not path.is_file():
-            raise DataError(f"{path} cannot be read: it is not a file; {OTHER_CHECKPOINT}")
-    except OSError:  # whoever opens it says what is wrong
-        return
+    if finding := not_a_file(path):
+        raise DataError(finding)
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -418,22 +392,22 @@ def _layout(name: str) -> torch.layout:
     return found
 
 
-def _random_state_findings(folder: Path, world_size: int) -> list[str]:
+def _random_state_findings(folder: Path, world_size: int) -> dict[str, str]:
     """Stop at the first missing file, after which most are missing."""
-    findings = []
+    findings = {}
     for rank in range(world_size):
         path = rng_file(folder, rank)
         try:
             read_random_state(path)
         except DataError as error:
-            findings.append(str(error))
+            findings[path.name] = str(error)
             if not path.exists():
                 break
     return findings
 
 
-def shard_findings(folder: Path, metadata: Metadata, tensors: str = TENSORS) -> Iterator[str]:
-    """Yield one sentence for each file of tensors that is missing, cut short or holds something else.
+def shard_findings(folder: Path, metadata: Metadata, tensors: str = TENSORS) -> Iterator[tuple[str, str]]:
+    """Yield name and one sentence for each file of tensors that is missing, cut short or holds something else.
 
     Raises:
         DataError: the metadata contradicts itself.
@@ -446,15 +420,15 @@ def shard_findings(folder: Path, metadata: Metadata, tensors: str = TENSORS) -> 
             with path.open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
                 if size < promised:
-                    yield f"{path} is cut short: it has {size} bytes of {promised}; {OTHER_CHECKPOINT}"
+                    yield name, f"{path} is cut short: it has {size} bytes of {promised}; {OTHER_CHECKPOINT}"
                 elif not all(_begins_archive(file, offset) for offset, _ in (min(pieces), max(pieces))):
-                    yield f"{path} is damaged: it holds something else than tensors; {OTHER_CHECKPOINT}"
+                    yield name, f"{path} is damaged: it holds something else than tensors; {OTHER_CHECKPOINT}"
         except DataError as error:
-            yield str(error)
+            yield name, str(error)
         except FileNotFoundError:
-            yield f"{path} is missing; {OTHER_CHECKPOINT}"
+            yield name, f"{path} is missing; {OTHER_CHECKPOINT}"
         except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
-            yield f"{path} cannot be read: {error}; {OTHER_CHECKPOINT}"
+            yield name, f"{path} cannot be read: {error}; {OTHER_CHECKPOINT}"
 
 
 def _begins_archive(file: BinaryIO, offset: int) -> bool:

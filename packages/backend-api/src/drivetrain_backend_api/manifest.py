@@ -100,13 +100,18 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     return records
 
 
-def manifest_findings(
+def manifest_findings(folder: Path, *, full: bool = False) -> list[str]:
+    """Say what is wrong with a folder's files: one sentence for each. See `file_findings`."""
+    return list(file_findings(folder, full=full).values())
+
+
+def file_findings(
     folder: Path,
     *,
     full: bool = False,
     skip: Callable[[str], bool] = lambda name: False,
     share: tuple[int, int] = (0, 1),
-) -> list[str]:
+) -> dict[str, str]:
     """Compare a folder's files with their list.
 
     Args:
@@ -115,24 +120,26 @@ def manifest_findings(
         skip: says of a file's path in the folder that it does not matter.
         share: (rank, ranks) to look at every `ranks`-th file only, where others look at the rest.
 
-    Returns: one sentence for each file that is missing, of another size, of another content or not in the list; empty
-        when the folder is what was written.
+    Returns: by its path in the folder, one sentence for each file that is missing, of another size, of another content
+        or not in the list; empty when the folder is what was written.
     """
+    rank, ranks = share
     try:
         records = read_manifest(folder)
-        unlisted = [] if share[0] else sorted(_files(folder, "") - records.keys() - {MANIFEST})
+        unlisted = [] if rank else sorted(_files(folder, "") - records.keys() - {MANIFEST})
     except DataError as error:
-        return [str(error)]
+        return {MANIFEST: str(error)}
     except OSError as error:
-        return [f"{folder} cannot be read: {error}; {OTHER_CHECKPOINT}"]
-    names = [name for name in sorted(records) if not skip(name)][share[0] :: share[1]]
+        return {MANIFEST: f"{folder} cannot be read: {error}; {OTHER_CHECKPOINT}"}
+    names = [name for name in sorted(records) if not skip(name)][rank::ranks]
     with ThreadPoolExecutor(_READERS) as pool:
-        found = list(pool.map(lambda name: _finding(folder / name, records[name], full=full), names))
-    return [one for one in found if one] + [
-        f"{folder / name} is not in {MANIFEST}, so something else wrote it; move it away, or {OTHER_CHECKPOINT}"
+        found = zip(names, pool.map(lambda name: _finding(folder / name, records[name], full=full), names))
+        findings = {name: one for name, one in found if one}
+    return findings | {
+        name: f"{folder / name} is not in {MANIFEST}, so something else wrote it; move it away, or {OTHER_CHECKPOINT}"
         for name in unlisted
         if not skip(name)
-    ]
+    }
 
 
 def not_a_file(path: Path) -> str | None:

@@ -36,10 +36,11 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
-from drivetrain_backend_api.checkpoint_files import OTHER_CHECKPOINT, TENSORS, read_metadata
+from drivetrain_backend_api.checkpoint_files import TENSORS, read_metadata
 from drivetrain_backend_api.errors import DataError, DrivetrainError
+from drivetrain_backend_api.manifest import OTHER_CHECKPOINT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,15 +142,19 @@ def write_pieces(folder: Path, pieces: Sequence[Piece], group: dist.ProcessGroup
     Raises:
         DrivetrainError: writing failed on some rank, or the pieces do not add up; raised on all ranks.
     """
+    writer = FileSystemWriter(folder)
+    if all(one.tensor.device.type == "cpu" for one in pieces):
+        # else it waits for the accelerator, which may be training, though nothing is copied from there
+        writer.per_thread_copy_ahead = 0
     try:
-        with _quiet_if_alone(group):
-            save(
-                {},
-                storage_writer=FileSystemWriter(folder),
-                planner=_SavePlanner(pieces),
-                process_group=group,
-                no_dist=group is None,
-            )
+        # `save` itself, less a warning to one rank: filters of warnings are not for a thread to change
+        _save_state_dict(
+            {},
+            writer,
+            process_group=group,
+            no_dist=group is None,
+            planner=_SavePlanner(pieces),
+        )
     except CheckpointException as error:
         raise DrivetrainError(f"writing the checkpoint {folder} failed: {first_failure(error)}") from error
 

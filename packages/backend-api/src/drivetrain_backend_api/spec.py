@@ -128,11 +128,11 @@ def _import(target: str) -> Any:
 class CheckCheckpoint(Protocol):
     """The function that `BackendSpec.check_checkpoint` names."""
 
-    def __call__(self, folder: "Path", *, world_size: int | None) -> list[str]:
+    def __call__(self, folder: "Path", *, world_size: int | None, full: bool = False) -> list[str]:
         """Return one sentence for each thing wrong."""
 
 
-def _unchecked(folder: "Path", *, world_size: int | None) -> list[str]:
+def _unchecked(folder: "Path", *, world_size: int | None, full: bool = False) -> list[str]:
     return []
 
 
@@ -153,11 +153,12 @@ class BackendSpec(PluginSpec):
         export_checkpoint: "module:function" with the parameters (folder, hf_checkpoint, out, dtype=None) that turns a
             folder written by `save_checkpoint` into a Hugging Face folder, in one process and without groups;
             imported only by `load_export_checkpoint`. "" when the backend has none.
-        check_checkpoint: "module:function" with the parameters (folder, *, world_size) that returns one sentence for
-            each thing wrong with a folder that `save_checkpoint` should have written, each with its file and the way
-            out; it reads no tensor and executes nothing of the folder. `world_size` is the number of ranks that will
-            load the folder, None where it is exported; files that they do not read are not looked at. Imported only
-            by `load_check_checkpoint`. "" when the backend has none.
+        check_checkpoint: "module:function" with the parameters (folder, *, world_size, full=False) that returns one
+            sentence for each thing wrong with a folder that `save_checkpoint` should have written, each with its file
+            and the way out; it executes nothing of the folder, and reads no tensor unless `full` asks for every byte.
+            `world_size` is the number of ranks that will load the folder, None where it is exported; files that they
+            do not read are not looked at. That others have added files, and listed them (`manifest`), is nothing
+            wrong. Imported only by `load_check_checkpoint`. "" when the backend has none.
         takes_weights_of: "module:function" with the parameter (folder) that says, by the names of files alone, whether
             the backend takes the weights out of a folder that is no checkpoint of its own; `check_checkpoint` then
             says what is wrong with it. Training begins anew with those weights. Imported only by

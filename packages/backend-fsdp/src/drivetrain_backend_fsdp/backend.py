@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from drivetrain_backend_api import Capabilities, ConfigError, DataError, DrivetrainError, IllegalStateError, training
 from drivetrain_backend_api.attention import choose_kernel
 from drivetrain_backend_api.backend import SaveHandle, StepFn, StepOutcome, TrainBackend
+from drivetrain_backend_api.background_save import CheckpointSaver
 from drivetrain_backend_api.batch import MicroBatch
 from drivetrain_backend_api.lifecycle import State
 from drivetrain_backend_api.packing import RolloutShard
@@ -46,6 +47,7 @@ class FsdpBackend(TrainBackend):
 
     config: FsdpConfig
     optimizer: ShardedAdamW
+    _saver: CheckpointSaver
 
     def setup(self, with_ref: bool = False, with_opd_teacher: bool = False) -> int:
         """See `TrainBackend.setup`."""
@@ -80,9 +82,12 @@ class FsdpBackend(TrainBackend):
                 self._scaler,
                 device=self.device,
                 control=self.groups.control,
+                weights_only=self.config.finetune,
+                verify=self.config.verify_checkpoint,
             )
         self.weights = WeightManager(model.locals)
         self._sleeper = Sleeper(weights=self._weights_to_move, others=self._others_to_move)
+        self._saver.reserve(checkpoint.pieces_to_write(model, self.optimizer, moments=not self.config.no_save_optim))
         self.lifecycle.move("setup", State.AWAKE)
         return self.next_rollout_id
 
@@ -136,19 +141,18 @@ class FsdpBackend(TrainBackend):
         )
 
     def save_checkpoint(self, folder: Path) -> SaveHandle:
-        """See `TrainBackend.save_checkpoint`; everything is written when this returns."""
+        """See `TrainBackend.save_checkpoint`; everything is written when this returns, unless --async-save is on."""
         self.lifecycle.require("save_checkpoint")
         self.weights.require_policy("save_checkpoint")
-        checkpoint.save_checkpoint(
+        return checkpoint.save_checkpoint(
             folder,
             self._policy.model,
             self.optimizer,
             self._scaler,
+            self._saver,
             next_rollout_id=self.next_rollout_id,
-            device=self.device,
-            control=self.groups.control,
+            moments=not self.config.no_save_optim,
         )
-        return SaveHandle()
 
     def sleep(self, keep_weights: bool = False) -> None:
         """See `TrainBackend.sleep`."""
@@ -188,6 +192,8 @@ class FsdpBackend(TrainBackend):
     def close(self) -> None:
         """See `TrainBackend.close`."""
         super().close()
+        if hasattr(self, "_saver"):  # setup came so far
+            self._saver.close()
         if self._owns_groups:
             self._owns_groups = False
             dist.destroy_process_group()
@@ -234,11 +240,18 @@ class FsdpBackend(TrainBackend):
         )
         if self.world_size == 1:
             self.groups = ProcessGroups()
-            return
-        world = self._mesh.get_group()
-        control = dist.new_group(backend="gloo", timeout=timeout)
-        assert isinstance(control, dist.ProcessGroup)
-        self.groups = ProcessGroups(world=world, dp=world, dp_cp=world, control=control)
+        else:
+            world = self._mesh.get_group()
+            control = dist.new_group(backend="gloo", timeout=timeout)
+            assert isinstance(control, dist.ProcessGroup)
+            self.groups = ProcessGroups(world=world, dp=world, dp_cp=world, control=control)
+        self._saver = CheckpointSaver(
+            rank=self.rank,
+            device=self.device,
+            control=self.groups.control,
+            in_background=self.config.async_save,
+            timeout=timeout,
+        )
 
     def _load(self, folder: str, *, trainable: bool) -> MicroBatchRunner:
         dtype = _DTYPES[self.config.precision]

@@ -8,6 +8,6 @@ BACKEND = "fsdp"
 """What the files say of who wrote them."""
 
 
-def check_checkpoint(folder: Path, *, world_size: int | None = None) -> list[str]:
+def check_checkpoint(folder: Path, *, world_size: int | None = None, full: bool = False) -> list[str]:
     """Look for everything that would keep a checkpoint from being read; see `checkpoint_files` of backend-api."""
-    return checkpoint_files.check_checkpoint(folder, BACKEND, world_size=world_size)
+    return checkpoint_files.check_checkpoint(folder, BACKEND, world_size=world_size, full=full)

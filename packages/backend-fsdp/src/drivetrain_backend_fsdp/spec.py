@@ -13,7 +13,7 @@ CAPABILITIES = Capabilities(
     reference="model",
     teacher="model",
     resharding=True,
-    async_save=False,
+    async_save=True,
 )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from drivetrain_backend_api import Capabilities, ConfigError, DrivetrainError, IllegalStateError
 from drivetrain_backend_api.algorithm import HiddenOutput
 from drivetrain_backend_api.backend import SaveHandle, StepFn, StepOutcome, TrainBackend
+from drivetrain_backend_api.background_save import CheckpointSaver
 from drivetrain_backend_api.batch import MicroBatch
 from drivetrain_backend_api.lifecycle import State
 from drivetrain_backend_api.log_probs import Head
@@ -50,6 +51,7 @@ class MegatronBackend(TrainBackend):
 
     config: MegatronConfig
     optimizer: SlicedAdamW
+    _saver: CheckpointSaver
 
     def setup(self, with_ref: bool = False, with_opd_teacher: bool = False) -> int:
         """See `TrainBackend.setup`."""
@@ -90,6 +92,8 @@ class MegatronBackend(TrainBackend):
                 self._scaler,
                 device=self.device,
                 control=self.groups.control,
+                weights_only=self.config.finetune,
+                verify=self.config.verify_checkpoint,
             )
         tier, reason = select_sleep_tier(
             self.config.sleep_tier, device=self.device.type, preload=memory_saver_preloaded()
@@ -104,6 +108,8 @@ class MegatronBackend(TrainBackend):
             groups=all_groups,
             release=self._release,
         )
+        moments = not self.config.no_save_optim
+        self._saver.reserve(checkpoint.pieces_to_write(self._model, self.optimizer, moments=moments))
         self.lifecycle.move("setup", State.AWAKE)
         return self.next_rollout_id
 
@@ -151,20 +157,19 @@ class MegatronBackend(TrainBackend):
         )
 
     def save_checkpoint(self, folder: Path) -> SaveHandle:
-        """See `TrainBackend.save_checkpoint`; everything is written when this returns."""
+        """See `TrainBackend.save_checkpoint`; everything is written when this returns, unless --async-save is on."""
         self.lifecycle.require("save_checkpoint")
         self.weights.require_policy("save_checkpoint")
         buffers.finish_gathering(self._model.chunks)
-        checkpoint.save_checkpoint(
+        return checkpoint.save_checkpoint(
             folder,
             self._model,
             self.optimizer,
             self._scaler,
+            self._saver,
             next_rollout_id=self.next_rollout_id,
-            device=self.device,
-            control=self.groups.control,
+            moments=not self.config.no_save_optim,
         )
-        return SaveHandle()
 
     def sleep(self, keep_weights: bool = False) -> None:
         """See `TrainBackend.sleep`."""
@@ -176,6 +181,8 @@ class MegatronBackend(TrainBackend):
             )
         buffers.finish_gathering(self._model.chunks)
         state = State.WEIGHTS_ONLY if keep_weights else State.ASLEEP
+        if state is State.ASLEEP:
+            self._saver.finish()  # its group is destroyed with the others
         self._sleeper.enter(state)
         self.lifecycle.move("sleep", state)
 
@@ -206,6 +213,8 @@ class MegatronBackend(TrainBackend):
     def close(self) -> None:
         """See `TrainBackend.close`."""
         super().close()
+        if hasattr(self, "_saver"):  # setup came so far
+            self._saver.close()
         if self._all_groups is not None:
             destroy_groups()
             self._all_groups.close()
@@ -233,13 +242,27 @@ class MegatronBackend(TrainBackend):
         make_groups(self.config, chunks=self._model_chunks, timeout=timeout)
         self.parallel = layout(str(self.device))
         self.groups = groups(control)
+        self._saver = CheckpointSaver(
+            rank=self.rank,
+            device=self.device,
+            control=control,
+            in_background=self.config.async_save,
+            timeout=timeout,
+        )
         return self._all_groups
 
     def _load_tag(self, tag: str, flag: str, folder: str | None) -> None:
         if folder is None:
             raise ConfigError(f"a frozen model was asked for, but {flag} is not given; give {flag} DIR")
         # through the live weights, which the policy's follow
-        checkpoint.load_weights(Path(folder), flag, self._model, self.optimizer, control=self.groups.control)
+        checkpoint.load_weights(
+            Path(folder),
+            flag,
+            self._model,
+            self.optimizer,
+            control=self.groups.control,
+            verify=self.config.verify_checkpoint,
+        )
         self.weights.backup(tag)
         if self.rank == 0:
             mib = self.weights.host_bytes(tag) / 2**20

@@ -2,8 +2,9 @@
 
 Nothing is gathered: each rank writes and reads the slices of weights and optimizer state that it owns, in place, as
 rectangles of the whole tensors. So a torch_dist checkpoint of Megatron-LM is read by the same code. Which files a
-folder holds, and how they are read without trust, is in backend-api's `checkpoint_files`; the keys are in
-`checkpoint_keys`. Which folder, and when it is complete, is not decided here.
+folder holds, and how they are read without trust, is in backend-api's `checkpoint_files`; how they are written while
+training goes on, in `background_save`; the keys are in `checkpoint_keys`. Which folder, and when it is complete, is not
+decided here.
 """
 
 import logging
@@ -17,27 +18,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
+from drivetrain_backend_api.backend import SaveHandle
+from drivetrain_backend_api.background_save import CheckpointSaver
 from drivetrain_backend_api.checkpoint_files import (
     FORMAT,
     TENSORS,
     TrainerState,
-    checksums_of,
     read_metadata,
     read_state,
-    require_shared,
+    require_moments,
     restore_random_state,
     rng_file,
-    verify_checksums,
-    write_checksums,
-    write_random_state,
-    write_state,
+    verify_files,
 )
 from drivetrain_backend_api.collectives import gathered, together
 from drivetrain_backend_api.errors import DataError
 from drivetrain_backend_api.hf_export import StoredTensor, export_dtypes, require_unused, write_model_folder
 from drivetrain_backend_api.hf_folder import read_headers
 from drivetrain_backend_api.schedule import LossScaler
-from drivetrain_backend_api.sharded_checkpoint import Piece, Rectangle, read_pieces, stored_tensors, write_pieces
+from drivetrain_backend_api.sharded_checkpoint import Piece, Rectangle, read_pieces, stored_tensors
 from drivetrain_backend_megatron.architectures import ModelShape, read_shape
 from drivetrain_backend_megatron.checkpoint_files import BACKEND
 from drivetrain_backend_megatron.checkpoint_keys import (
@@ -65,43 +64,33 @@ def save_checkpoint(
     part: ModelPart,
     optimizer: SlicedAdamW,
     scaler: LossScaler,
+    saver: CheckpointSaver,
     *,
     next_rollout_id: int,
-    device: torch.device,
-    control: dist.ProcessGroup | None,
-) -> None:
-    """Write everything that training needs to go on; collective, ends when all of it is written.
+    moments: bool = True,
+) -> SaveHandle:
+    """Write everything that training needs to go on; collective. See `CheckpointSaver.begin`.
 
     Args:
         folder: exists and is empty, on a file system that all ranks share.
+        moments: write Adam's; without them no run can go on from it.
 
     Raises:
         DataError: some rank does not see the folder; nothing was written.
         DrivetrainError: writing failed on some rank.
     """
-    rank, ranks = part.layout.rank, part.layout.world_size
-
-    def write_own() -> None:
-        write_random_state(folder, rank, device)
-        if rank == 0:
-            state = TrainerState(
-                format=FORMAT,
-                backend=BACKEND,
-                next_rollout_id=next_rollout_id,
-                optimizer_steps=optimizer.steps,
-                loss_scale=scaler.scale,
-                loss_scale_good_steps=scaler.good_steps,
-                world_size=ranks,
-                layout=layout_facts(part),
-            )
-            write_state(folder, state)
-
-    together(lambda: require_shared(folder, rank), control)
-    together(write_own, control)
-    write_pieces(folder / TENSORS, list(_pieces_to_write(part, optimizer)), control)
-    parts = gathered(together(lambda: checksums_of(folder, rank), control), control)
-    checksums = {name: one for found in parts for name, one in found.items()}
-    together(lambda: write_checksums(folder, checksums) if rank == 0 else None, control)
+    state = TrainerState(
+        format=FORMAT,
+        backend=BACKEND,
+        next_rollout_id=next_rollout_id,
+        optimizer_steps=optimizer.steps,
+        loss_scale=scaler.scale,
+        loss_scale_good_steps=scaler.good_steps,
+        world_size=part.layout.world_size,
+        layout=layout_facts(part),
+        moments=moments,
+    )
+    return saver.begin(folder, pieces_to_write(part, optimizer, moments=moments), state)
 
 
 def load_checkpoint(
@@ -112,11 +101,17 @@ def load_checkpoint(
     *,
     device: torch.device,
     control: dist.ProcessGroup | None,
+    weights_only: bool = False,
+    verify: bool = False,
 ) -> int:
     """Read whatever `--load` names into live tensors; collective.
 
     A checkpoint of this backend restores all that training needs, random states where the layout is the same. Of one of
     Megatron-LM's, and of a Hugging Face folder, the weights are taken and the optimizer begins anew.
+
+    Args:
+        weights_only: take nothing else of this backend's either.
+        verify: of this backend's, read every byte of the files first, each rank its share.
 
     Returns: the next rollout id, equal on all ranks.
 
@@ -128,17 +123,20 @@ def load_checkpoint(
         raise DataError(f"{folder}: ranks see different folders; --load must name one that all nodes share")
     if part.layout.rank == 0:
         _LOG.info("--load %s: %s", source.folder, source.kind)
-    if source.kind is LoadKind.DRIVETRAIN:
-        return _load_own(source.folder, part, optimizer, scaler, device=device, control=control)
-    if source.kind is LoadKind.HUGGING_FACE:
-        part.load(source.folder, also=optimizer.take_master)
-        return 0
-    _load_tensors(source, part, optimizer, control, moments=False)
+    if source.kind is LoadKind.DRIVETRAIN and not weights_only:
+        return _load_own(source.folder, part, optimizer, scaler, device=device, control=control, verify=verify)
+    _take_weights(source, part, optimizer, control, verify=verify)
     return 0
 
 
 def load_weights(
-    folder: Path, flag: str, part: ModelPart, optimizer: SlicedAdamW, *, control: dist.ProcessGroup | None
+    folder: Path,
+    flag: str,
+    part: ModelPart,
+    optimizer: SlicedAdamW,
+    *,
+    control: dist.ProcessGroup | None,
+    verify: bool = False,
 ) -> None:
     """Read the weights alone, of any of the kinds that `--load` takes, into the live ones; collective.
 
@@ -148,6 +146,7 @@ def load_weights(
         part: the model; its weights are overwritten.
         optimizer: its masters are overwritten too.
         control: a CPU group of all ranks.
+        verify: as in `load_checkpoint`.
 
     Raises:
         DataError: nothing to load, something damaged or of another model.
@@ -155,12 +154,7 @@ def load_weights(
     source = together(lambda: find_source(folder, flag), control)
     if len(set(gathered(source, control))) > 1:
         raise DataError(f"{folder}: ranks see different folders; {flag} must name one that all nodes share")
-    if source.kind is LoadKind.HUGGING_FACE:
-        part.load(source.folder, also=optimizer.take_master)
-        return
-    if source.kind is LoadKind.DRIVETRAIN:
-        together(lambda: _verified_state(source.folder, part), control)
-    _load_tensors(source, part, optimizer, control, moments=False)
+    _take_weights(source, part, optimizer, control, verify=verify)
 
 
 def export_checkpoint(folder: Path, hf_checkpoint: Path, out: Path, dtype: torch.dtype | None = None) -> None:
@@ -181,7 +175,7 @@ def export_checkpoint(folder: Path, hf_checkpoint: Path, out: Path, dtype: torch
     require_unused(out)
     read_state(folder, BACKEND)
     metadata = read_metadata(folder)
-    verify_checksums(folder, 0, 1, same_ranks=False)
+    verify_files(folder, 0, 1, same_ranks=False, full=True)
     shape = read_shape(hf_checkpoint)
     model = StoredModel.of(folder, metadata, shape)
     owners = {name: place for place in places(shape) for name, _ in place.hf}
@@ -292,21 +286,26 @@ class StoredModel:
             raise self.misfit(error) from error
 
 
-def _pieces_to_write(part: ModelPart, optimizer: SlicedAdamW) -> Iterator[Piece]:
+def pieces_to_write(part: ModelPart, optimizer: SlicedAdamW, *, moments: bool) -> list[Piece]:
+    """Name what this rank writes: of the slices that it owns weights, masters and moments."""
     slices = part.owned_slices()
+    pieces: list[Piece] = []
     for name in part.first_copies(slices):
         place, own = place_of(name, part.shape), slices[name]
         stored = write_place(place, part.shape)
-        yield from _pieces(part, place, own, stored, "", own.weight)
-        for prefix, tensor in _state_to_write(optimizer, name, own):
-            yield from _pieces(part, place, own, stored, prefix, tensor)
+        pieces += _pieces(part, place, own, stored, "", own.weight)
+        for prefix, tensor in _state_to_write(optimizer, name, own, moments=moments):
+            pieces += _pieces(part, place, own, stored, prefix, tensor)
+    return pieces
 
 
-def _state_to_write(optimizer: SlicedAdamW, name: str, own: OwnedSlice) -> Iterator[tuple[str, Tensor]]:
+def _state_to_write(
+    optimizer: SlicedAdamW, name: str, own: OwnedSlice, *, moments: bool
+) -> Iterator[tuple[str, Tensor]]:
     state = optimizer.slice_state(name)
     if not _is_same(state["main"], own.weight):
         yield _MAIN, state["main"]
-    for kind, prefix in _MOMENTS.items():
+    for kind, prefix in _MOMENTS.items() if moments else ():
         yield prefix, state[kind]
 
 
@@ -360,11 +359,18 @@ def _load_own(
     *,
     device: torch.device,
     control: dist.ProcessGroup | None,
+    verify: bool,
 ) -> int:
     rank, ranks = part.layout.rank, part.layout.world_size
     facts = layout_facts(part)
 
-    state = together(lambda: _verified_state(folder, part), control)
+    def look() -> TrainerState:
+        state = read_state(folder, BACKEND)
+        require_moments(folder, state)
+        verify_files(folder, rank, ranks, same_ranks=state.same_layout(ranks, facts), full=verify)
+        return state
+
+    state = together(look, control)
     if len(set(gathered(state.next_rollout_id, control))) > 1:
         raise DataError(
             f"{folder}: ranks see different checkpoints (next rollout ids {gathered(state.next_rollout_id, control)}); "
@@ -379,11 +385,20 @@ def _load_own(
     return state.next_rollout_id
 
 
-def _verified_state(folder: Path, part: ModelPart) -> TrainerState:
-    rank, ranks = part.layout.rank, part.layout.world_size
-    state = read_state(folder, BACKEND)
-    verify_checksums(folder, rank, ranks, same_ranks=state.same_layout(ranks, layout_facts(part)))
-    return state
+def _take_weights(
+    source: LoadSource, part: ModelPart, optimizer: SlicedAdamW, control: dist.ProcessGroup | None, *, verify: bool
+) -> None:
+    if source.kind is LoadKind.HUGGING_FACE:
+        part.load(source.folder, also=optimizer.take_master)
+        return
+
+    def look() -> None:
+        read_state(source.folder, BACKEND)
+        verify_files(source.folder, part.layout.rank, part.layout.world_size, same_ranks=False, full=verify)
+
+    if source.kind is LoadKind.DRIVETRAIN:
+        together(look, control)
+    _load_tensors(source, part, optimizer, control, moments=False)
 
 
 @torch.no_grad()

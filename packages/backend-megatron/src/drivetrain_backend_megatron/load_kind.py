@@ -8,6 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from drivetrain_backend_api.errors import DataError
+from drivetrain_backend_api.manifest import MANIFEST
 from drivetrain_backend_megatron.checks import is_hf_folder
 
 _LATEST = "latest_checkpointed_iteration.txt"
@@ -61,9 +62,7 @@ def find_source(folder: Path, flag: str = "--load") -> LoadSource:
 
 def _is_own(folder: Path) -> bool:
     # others write a trainer_state.json too
-    return (folder / "trainer_state.json").is_file() and any(
-        (folder / one).exists() for one in ("checksums.json", "dcp")
-    )
+    return (folder / "trainer_state.json").is_file() and any((folder / one).exists() for one in (MANIFEST, "dcp"))
 
 
 def _megatron_folder(folder: Path) -> Path | None:

@@ -17,7 +17,7 @@ CAPABILITIES = Capabilities(
     reference="tag",
     teacher="tag",
     resharding=True,
-    async_save=False,
+    async_save=True,
 )
 
 
