@@ -198,3 +198,131 @@ def test_load_takes_a_run_or_a_checkpoint(run: RunFolder, tmp_path: Path) -> Non
     assert resolve_checkpoint(first) == first
     with pytest.raises(DataError, match="no such folder"):
         resolve_checkpoint(tmp_path / "nowhere")
+
+
+# -- what a killed process leaves --------------------------------------------------------------------------------------
+
+
+def test_leftovers_of_a_killed_run_are_removed_and_nothing_else(run: RunFolder) -> None:
+    commit(run, 3, "three")
+    run.rollouts.mkdir()
+    kept = [run.rollouts / "rollout_3.pt", run.root / "notes.partial", run.root / ".latest.old", run.root / "iter_4"]
+    left = [run.root / ".latest.4711", run.root / ".resume_state.json.4711", run.rollouts / ".rollout_3.pt.4711"]
+    for path in [*kept, *left]:
+        path.write_text("")
+    left += [run.root / "iter_0000004.partial", run.root / "iter_0000002.removed", run.root / "iter_0000003.replaced"]
+    for path in left[3:]:
+        (path / "dcp").mkdir(parents=True)
+        (path / "dcp" / "shard").write_text("")
+    run.remove_leftovers()
+    assert [path for path in left if path.exists()] == []
+    assert [path for path in kept if not path.exists()] == []
+    assert (run.latest() / "weights").read_text() == "three"
+
+
+def test_a_checkpoint_that_was_being_replaced_when_the_run_was_killed_is_read_and_put_back(run: RunFolder) -> None:
+    commit(run, 3, "three").rename(run.root / "iter_0000003.replaced")
+    assert run.checkpoints() == [3]
+    assert (run.latest() / "weights").read_text() == "three"
+    run.remove_leftovers()
+    assert run.latest() == run.checkpoint(3)
+    assert (run.latest() / "weights").read_text() == "three"
+
+
+def test_a_leftover_that_cannot_be_removed_is_named(run: RunFolder) -> None:
+    (run.root / "iter_0000004.partial").write_text("a file, where a folder should be")
+    with pytest.raises(DrivetrainError, match=r"--save .*iter_0000004\.partial is left of a run .* remove it by hand"):
+        run.remove_leftovers()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "resume_state.json", "latest", "rollout_ckpts/rollout_0.pt"])
+def test_a_folder_with_anything_of_a_run_in_it_is_used(run: RunFolder, name: str) -> None:
+    assert not run.is_used()  # its configuration alone is no run
+    (run.root / name).parent.mkdir(exist_ok=True)
+    (run.root / name).write_text("x")
+    assert run.is_used()
+    with pytest.raises(ConfigError, match="holds a run already"):
+        run.refuse_if_used()
+
+
+def test_a_folder_with_a_checkpoint_that_latest_does_not_name_yet_is_used(run: RunFolder) -> None:
+    commit(run, 3, "three")
+    (run.root / "latest").unlink()
+    assert run.is_used()
+    assert run.newest() == run.checkpoint(3)
+
+
+def test_a_folder_that_is_not_there_is_unused(tmp_path: Path) -> None:
+    assert not RunFolder(tmp_path / "nowhere").is_used()
+    assert RunFolder(tmp_path / "nowhere").checkpoints() == []
+    RunFolder(tmp_path / "nowhere").remove_leftovers()
+
+
+def test_a_run_that_goes_on_has_its_new_configuration(run: RunFolder) -> None:
+    commit(run, 3, "three")
+    run.reopen({"lr": 0.25})
+    assert json.loads(run.config.read_text()) == {"lr": 0.25}
+    assert run.latest() == run.checkpoint(3)
+
+
+# -- retention ---------------------------------------------------------------------------------------------------------
+
+
+def save_all(run: RunFolder, *ids: int) -> None:
+    for one in ids:
+        commit(run, one, str(one))
+
+
+def save_rollouts(run: RunFolder, *ids: int) -> None:
+    run.rollouts.mkdir()
+    for one in ids:
+        (run.rollouts / f"rollout_{one}.pt").write_text("")
+
+
+def test_the_newest_checkpoints_stay(run: RunFolder) -> None:
+    save_all(run, 2, 4, 6, 12)
+    assert run.prune(2) == [2, 4]
+    assert run.checkpoints() == [6, 12]
+    assert run.prune(2) == []
+    assert files(run) == ["config.json", "iter_0000006", "iter_0000012", "latest"]
+
+
+def test_without_a_number_everything_stays(run: RunFolder) -> None:
+    save_all(run, 2, 4)
+    save_rollouts(run, 0)
+    assert run.prune(None) == []
+    assert run.checkpoints() == [2, 4]
+    assert len(list(run.rollouts.iterdir())) == 1
+
+
+def test_rollouts_go_with_the_last_checkpoint_that_needs_them(run: RunFolder) -> None:
+    save_all(run, 2, 4, 6)
+    save_rollouts(run, 1, 2, 3, 4, 10)
+    (run.rollouts / "notes.txt").write_text("")
+    run.prune(2)
+    assert sorted(path.name for path in run.rollouts.iterdir()) == ["notes.txt", "rollout_10.pt", "rollout_4.pt"]
+
+
+def test_a_protected_checkpoint_stays_and_is_not_counted(run: RunFolder) -> None:
+    save_all(run, 2, 4, 6)
+    assert run.prune(1, protect=[run.checkpoint(2)]) == [4]
+    assert run.checkpoints() == [2, 6]
+
+
+def test_what_latest_names_is_not_removed_when_a_run_has_gone_back(run: RunFolder) -> None:
+    save_all(run, 2, 4, 6)
+    run.rewind_to(run.checkpoint(4))
+    assert run.latest() == run.checkpoint(4)
+    assert run.prune(1) == [2]
+    assert run.checkpoints() == [4, 6]
+    assert commit(run, 6, "again") == run.latest()
+    assert (run.latest() / "weights").read_text() == "again"
+    assert run.prune(1) == [4]
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_an_error_that_names_it(run: RunFolder) -> None:
+    save_all(run, 2, 4)
+    (run.root / "iter_0000002.removed").write_text("in the way")
+    with pytest.raises(DrivetrainError, match=r"iter_0000002.removed cannot be removed .*--save-max-to-keep 1"):
+        run.prune(1)
+    assert run.checkpoints() == [2, 4]
