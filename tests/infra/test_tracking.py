@@ -1,17 +1,25 @@
 """Trackers write what they are given, where others can read it."""
 
 import json
+import os
 import resource
 import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from wandb_server import WandbServer, wandb_server
 
-from drivetrain_backend_api import DrivetrainError
+from drivetrain_backend_api import DataError, DrivetrainError
 from drivetrain_infra.config import TrackingConfig
 from drivetrain_infra.tracking.base import Trackers
 from drivetrain_infra.tracking.jsonl import JsonlTracker, read_metrics
 from drivetrain_infra.tracking.wandb import WandbTracker, login_finding
+from drivetrain_infra.tracking.wandb_files import id_of, run_folders, steps_of
 
 
 def test_each_line_is_strict_json_with_a_rollout_id(tmp_path: Path) -> None:
@@ -104,6 +112,8 @@ def test_a_tracker_that_cannot_close_does_not_keep_the_others_open(tmp_path: Pat
     class Stuck:
         def log(self, rollout_id: int, metrics: object) -> None: ...
 
+        def rewind(self, lines: int) -> None: ...
+
         def close(self) -> None:
             raise OSError("no network")
 
@@ -122,13 +132,134 @@ def test_wandb_without_a_login_names_the_fix(tmp_path: Path, monkeypatch: pytest
         WandbTracker(TrackingConfig(use_wandb=True), tmp_path, {"lr": 0.5})
 
 
-@pytest.mark.slow
-def test_wandb_works_offline(tmp_path: Path) -> None:
-    config = TrackingConfig(use_wandb=True, wandb_mode="offline")
-    tracker = WandbTracker(config, tmp_path, {"lr": 0.5})
-    tracker.log(0, {"train/loss": 0.1})
+def filled(path: Path, lines: int) -> list[int]:
+    """Write lines to a metrics file; return its length after each, the empty file's first."""
+    tracker = JsonlTracker(path)
+    lengths = [tracker.nbytes]
+    for line in range(lines):
+        tracker.log(line, {"x": 10.0**line})
+        lengths.append(tracker.nbytes)
     tracker.close()
-    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    return lengths
+
+
+@pytest.mark.parametrize("behind", ["", '{"rollout_id": 5, "x'])
+@pytest.mark.parametrize("kept", [0, 3, 5])
+def test_a_resumed_run_writes_behind_what_its_checkpoint_has(tmp_path: Path, kept: int, behind: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lengths = filled(path, 5)
+    whole = path.read_bytes()
+    with path.open("a") as file:
+        file.write(behind)  # as a kill leaves it
+    tracker = JsonlTracker(path, lengths[kept])
+    assert (path.read_bytes(), tracker.nbytes) == (whole[: lengths[kept]], lengths[kept])
+    for line in range(kept, 5):
+        tracker.log(line, {"x": 10.0**line})
+    tracker.close()
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("change", ["removed", "shorter", "edited"])
+def test_a_metrics_file_without_the_lines_of_the_checkpoint_is_refused(tmp_path: Path, change: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lengths = filled(path, 5)
+    if change == "removed":
+        path.unlink()
+    elif change == "shorter":
+        os.truncate(path, lengths[2])
+    else:
+        path.write_bytes(b" " + path.read_bytes())
+    before = path.read_bytes() if path.exists() else None
+    expected = (
+        f"{path}: was changed since the checkpoint was saved, when it had {lengths[3]} bytes of whole lines; put "
+    )
+    with pytest.raises(DataError, match=expected):
+        JsonlTracker(path, lengths[3])
+    assert (path.read_bytes() if path.exists() else None) == before
+
+
+def test_a_file_is_rewound_to_the_lines_of_a_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lengths = filled(path, 5)
+    whole = path.read_bytes()
+    tracker = JsonlTracker(path)
+    assert tracker.lines_within(lengths[2]) == 2
+    tracker.rewind(2)
+    assert path.read_bytes() == whole[: lengths[2]]
+    for line in range(2, 5):
+        tracker.log(line, {"x": 10.0**line})
+    tracker.close()
+    assert path.read_bytes() == whole
+
+
+RUN = Path(__file__).with_name("tracked_run.py")
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
+    (tmp_path / "home").mkdir()
+    with wandb_server() as state:
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        monkeypatch.setenv("WANDB_BASE_URL", state.url)
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        monkeypatch.setenv("WANDB__FILE_STREAM_TRANSMIT_INTERVAL", "0.1")
+        yield state
+
+
+def track(folder: Path, **plan: Any) -> str:
+    """Run `tracked_run` as a process; return the W&B id that it prints, "" where it is killed."""
+    folder.mkdir(exist_ok=True)
+    words = [sys.executable, str(RUN), str(folder), json.dumps(plan)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == (-signal.SIGKILL if plan.get("killed") else 0), done.stderr
+    return done.stdout.strip()
+
+
+def sync(folder: Path) -> None:
+    """Upload as a user does: `wandb sync SAVE/wandb/offline-run-*`."""
+    wandb = Path(sys.executable).with_name("wandb")
+    words = [str(wandb), "sync", *map(str, folder.glob("wandb/offline-run-*"))]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, "ERROR" in done.stderr) == (0, False), done.stderr
+
+
+def require_curve(server: WandbServer, run_id: str, folder: Path, *, first: int = 0) -> None:
+    """Check that W&B has each line of metrics.jsonl once, at its step, and nothing else from `first` on."""
+    rows = [row or {} for row in server.rows[run_id]]
+    assert [row["_step"] for row in rows] == list(range(len(rows)))
+    logged = [{key: value for key, value in row.items() if not key.startswith("_")} for row in rows]
+    assert logged[first:] == read_metrics(folder / "metrics.jsonl")
+
+
+@pytest.mark.slow
+def test_runs_killed_offline_and_resumed_are_one_wandb_curve(tmp_path: Path, server: WandbServer) -> None:
+    folder = tmp_path / "run"
+    track(folder, mode="offline", stop=400, killed=True)
+    track(folder, mode="offline", keep=150, stop=500, killed=True)
+    # W&B writes whole blocks of its files, so that a kill takes rows of either process with it
+    whole = len(steps_of(folder / "wandb", next(map(id_of, run_folders(folder / "wandb")))))
+    assert 150 < whole < 500
+    run_id = track(folder, mode="offline", keep=490, stop=510, rewind=505)
+    assert {id_of(one) for one in run_folders(folder / "wandb")} == {run_id}
+    assert len(run_folders(folder / "wandb")) == 3
+    sync(folder)
+    require_curve(server, run_id, folder)
+    assert len(server.rows[run_id]) == 510
+
+
+@pytest.mark.slow
+def test_a_run_killed_online_and_resumed_is_one_wandb_curve(tmp_path: Path, server: WandbServer) -> None:
+    folder = tmp_path / "run"
+    track(folder, mode="online", stop=40, killed=True, uploaded=True)
+    (run_id,) = server.rows
+    assert len(server.rows[run_id]) > 0
+    assert track(folder, mode="online", keep=20, stop=60) == run_id
+    require_curve(server, run_id, folder)
+    assert len(server.rows[run_id]) == 60
+    # another run goes on with the same curve, and is resumed in its turn
+    for plan in ({"stop": 10}, {"keep": 5, "stop": 12}):
+        assert track(tmp_path / "next", mode="online", resume_id=run_id, **plan) == run_id
+        require_curve(server, run_id, tmp_path / "next", first=60)
 
 
 def test_wandb_online_wants_a_login_before_anything_starts(tmp_path: Path) -> None:

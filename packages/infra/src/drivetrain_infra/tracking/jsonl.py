@@ -135,7 +135,7 @@ def _require_lines(path: Path, nbytes: int) -> None:
     if len(kept) < nbytes or (kept and not kept.endswith(b"\n")):
         raise DataError(
             f"{path}: was changed since the checkpoint was saved, when it had {nbytes} bytes of whole lines; put the "
-            "file of then back"
+            "file of then back, or go on from the checkpoint in a new --save with --load"
         )
 
 

@@ -1,0 +1,62 @@
+"""A run reduced to its metrics, for tests that kill and resume it: `tracked_run.py FOLDER JSON`.
+
+JSON: `mode` of W&B, `keep` lines of what is there (null for a new run), `stop` after so many lines, `killed` for an end
+by SIGKILL, `uploaded` for a kill only once W&B's server has rows, `resume_id`.
+"""
+
+import json
+import math
+import os
+import signal
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from drivetrain_infra.config import TrackingConfig
+from drivetrain_infra.tracking.base import Trackers
+from drivetrain_infra.tracking.jsonl import JsonlTracker, read_metrics
+from drivetrain_infra.tracking.wandb import WandbTracker
+
+
+def metrics_of(line: int) -> dict[str, float]:
+    return {"train/loss": math.sin(line), "train/grad_norm": math.nan if line % 7 == 3 else line / 3}
+
+
+def rows_on_server(run_id: str) -> int:
+    with urllib.request.urlopen(f"{os.environ['WANDB_BASE_URL']}/rows/{run_id}") as answer:
+        return len(json.load(answer))
+
+
+def main(folder: Path, plan: dict[str, Any]) -> None:
+    path = folder / "metrics.jsonl"
+    keep = plan.get("keep")
+    if keep is not None:
+        keep = sum(map(len, path.read_bytes().splitlines(keepends=True)[:keep]))
+    lines = JsonlTracker(path, keep)
+    config = TrackingConfig(use_wandb=True, wandb_mode=plan["mode"], wandb_resume_id=plan.get("resume_id"))
+    rows = read_metrics(path)
+    online = WandbTracker(config, folder, {"lr": 0.5}, rows=rows)
+    trackers = Trackers([lines, online])
+    for line in range(len(rows), plan["stop"]):
+        trackers.log(line // 2, metrics_of(line))
+    if plan.get("rewind") is not None:
+        trackers.rewind(plan["rewind"])
+        for line in range(plan["rewind"], plan["stop"]):
+            trackers.log(line // 2, metrics_of(line))
+    if plan.get("uploaded"):
+        deadline = time.monotonic() + 60
+        while not rows_on_server(online.run_id):
+            assert time.monotonic() < deadline, "W&B uploads nothing"
+            time.sleep(0.05)
+        for line in range(plan["stop"], plan["stop"] + 3):
+            trackers.log(line // 2, metrics_of(line))
+    if plan.get("killed"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    print(online.run_id)
+    trackers.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
