@@ -228,7 +228,7 @@ def test_a_damaged_newest_state_says_that_it_can_go(run: RunFolder) -> None:
     save(run, 2)
     run.state.write_text("{")
     with pytest.raises(
-        DataError, match="resume_state.json: is damaged .* remove it: the newest checkpoint has a state"
+        DataError, match=r"resume_state.json: is damaged .* remove it: the newest checkpoint has a state"
     ):
         find(run)
     run.state.unlink()
@@ -291,10 +291,11 @@ def test_a_refusal_names_all_that_differs_and_the_flag_that_accepts_it() -> None
     with pytest.raises(ConfigError) as caught:
         require_same(found)
     assert str(caught.value).split("\n") == [
-        "--load: not set in the run that is there, BASE now; the run began from another --load, and goes on from its own "
-        "checkpoint",
+        "--load: not set in the run that is there, BASE now; the run began from another --load, and goes on from its "
+        "own checkpoint",
         "--lr: 0.5 in the run that is there, 0.25 now; the rest of the run would be another one",
-        "versions: torch 2.11.0 in the run that is there, torch 2.12.0 now; other releases may round and draw differently",
+        "versions: torch 2.11.0 in the run that is there, torch 2.12.0 now; other releases may round and draw "
+        "differently",
         "To go on all the same: --accept-change load lr versions",
     ]
 
