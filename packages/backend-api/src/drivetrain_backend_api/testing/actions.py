@@ -4,10 +4,14 @@ An action is {"do": name of a function below, "as": name of its result, ...argum
 public contract; nothing here knows which backend it drives.
 """
 
+import contextlib
 import gc
 import os
+import resource
+import shutil
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from drivetrain_backend_api.backend import TrainBackend
+from drivetrain_backend_api.backend import SaveHandle, TrainBackend
 from drivetrain_backend_api.discovery import TRAIN_BACKENDS, load_spec
 from drivetrain_backend_api.errors import DrivetrainError, WeightExportAbortedError
 from drivetrain_backend_api.packing import RolloutShard, pack
@@ -29,6 +33,12 @@ from drivetrain_backend_api.training import count_denominators
 from drivetrain_backend_api.weights import Holders, unflatten
 
 Action = Mapping[str, Any]
+
+_SLOWEST = 30.0
+"""Seconds after which a storage that confirms nothing gives in: a save that waits for it shall fail, not hang."""
+
+_FULL_AT = 4096
+"""Bytes that a file may have on a full disk; no file of tensors is as small."""
 
 RAISED_AT = "raised at "
 """Begins the note that says when a rank raised, in seconds since the epoch."""
@@ -169,14 +179,70 @@ def abandon_export(backend: TrainBackend, leaver: int) -> str:
 
 def save(backend: TrainBackend, folder: str, between: Sequence[Action] = ()) -> None:
     """Save a checkpoint into a folder that rank 0 makes; play actions while it is on its way to storage."""
-    if backend.rank == 0:
-        Path(folder).mkdir(parents=True)
-    _meet(backend)
-    handle = backend.save_checkpoint(Path(folder))
+    handle = _begin_save(backend, folder)
     for action in between:
         _do(backend, action)
     handle.poll()
     handle.finalize()
+
+
+def save_behind(
+    backend: TrainBackend, name: str, folder: str, between: Sequence[Action] = (), then: Sequence[Action] = ()
+) -> dict[str, Any]:
+    """Save while the last rank's storage confirms nothing until `between` was played, and everything before `then`.
+
+    Returns: what polls said, and what was wrong with the folder, before and after.
+    """
+    with _slow_storage(backend.rank == backend.world_size - 1) as confirm:
+        handle = _begin_save(backend, folder)
+        before = {"poll": handle.poll(), "findings": _findings(backend, name, folder)}
+        for action in between:
+            _do(backend, action)
+        confirm.set()
+    for action in then:
+        _do(backend, action)
+    handle.finalize()
+    return {"before": before, "after": {"poll": handle.poll(), "findings": _findings(backend, name, folder)}}
+
+
+def failing_save(backend: TrainBackend, folder: str) -> dict[str, dict[str, str]]:
+    """Save while the last rank can write next to nothing, as on a full disk; what poll() and finalize() raise."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if backend.rank == backend.world_size - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (_FULL_AT, limits[1]))
+    try:
+        handle = _begin_save(backend, folder)
+        polled = _raised(lambda: _poll_to_the_end(handle))
+        return {"poll": polled, "finalize": _raised(handle.finalize)}
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def save_twice(backend: TrainBackend, name: str, folders: Sequence[str]) -> dict[str, Any]:
+    """Begin a save and then another one; what was wrong with the first folder when the second save had begun."""
+    first = _begin_save(backend, folders[0])
+    second = _begin_save(backend, folders[1])
+    seen = {"findings": _findings(backend, name, folders[0]), "poll": first.poll()}
+    second.finalize()
+    first.finalize()
+    return seen
+
+
+def save_often(backend: TrainBackend, folder: str, times: int) -> dict[str, list[int]]:
+    """Save many times, of which no file is kept; what the process holds after each time."""
+    seen = []
+    for _ in range(times):
+        _begin_save(backend, folder).finalize()
+        _meet(backend)
+        if backend.rank == 0:
+            shutil.rmtree(folder)
+        seen.append(_held())
+    return {what: [one[what] for one in seen] for what in seen[0]}
+
+
+def leave_a_save(backend: TrainBackend, folder: str) -> None:
+    """Begin a save and never ask for it."""
+    _begin_save(backend, folder)
 
 
 def exported_checkpoint(backend: TrainBackend, name: str, folder: str, model: str) -> dict[str, Tensor]:
@@ -202,17 +268,14 @@ def wake(backend: TrainBackend, weights_only: bool = False) -> str:
 
 def cycle(backend: TrainBackend, times: int) -> dict[str, list[int]]:
     """Sleep and wake many times, weights-only stops included; what the process holds after each time."""
-    tensors, resident, handles = [], [], []
+    seen = []
     for _ in range(times):
         backend.sleep(keep_weights=True)
         backend.sleep()
         backend.wake_up(weights_only=True)
         backend.wake_up()
-        gc.collect()
-        tensors.append(_live_tensor_bytes())
-        resident.append(_resident_bytes())
-        handles.append(_open_handles())
-    return {"tensors": tensors, "resident": resident, "handles": handles}
+        seen.append(_held())
+    return {what: [one[what] for one in seen] for what in seen[0]}
 
 
 def weights_tag(backend: TrainBackend, call: str, tag: str) -> str:
@@ -240,13 +303,7 @@ def modes(backend: TrainBackend) -> list[str]:
 def refused(backend: TrainBackend, action: Action) -> dict[str, str]:
     """Play an action that must be refused; returns the error's type and message, and the states before and after."""
     before = str(backend.lifecycle.state)
-    try:
-        _do(backend, action)
-    except DrivetrainError as error:
-        kind, message = type(error).__name__, str(error)
-    else:
-        kind, message = "", "nothing was raised"
-    return {"kind": kind, "message": message, "before": before, "after": str(backend.lifecycle.state)}
+    return {**_raised(lambda: _do(backend, action)), "before": before, "after": str(backend.lifecycle.state)}
 
 
 def bare(backend: TrainBackend, call: str) -> None:
@@ -309,6 +366,11 @@ ACTIONS: dict[str, Callable[..., Any]] = {
         export,
         abandon_export,
         save,
+        save_behind,
+        failing_save,
+        save_twice,
+        save_often,
+        leave_a_save,
         exported_checkpoint,
         sleep,
         wake,
@@ -363,6 +425,57 @@ def _meet(backend: TrainBackend) -> None:
         torch.distributed.barrier(group=backend.groups.control)
     elif backend.groups.world is not None:
         torch.distributed.barrier(group=backend.groups.world)
+
+
+def _begin_save(backend: TrainBackend, folder: str) -> SaveHandle:
+    if backend.rank == 0:
+        Path(folder).mkdir(parents=True)
+    _meet(backend)
+    return backend.save_checkpoint(Path(folder))
+
+
+def _poll_to_the_end(handle: SaveHandle) -> None:
+    while not handle.poll():
+        time.sleep(0.01)
+
+
+def _raised(do: Callable[[], Any]) -> dict[str, str]:
+    """Type and message of the contract's error that something raises."""
+    try:
+        do()
+    except DrivetrainError as error:
+        return {"kind": type(error).__name__, "message": str(error)}
+    return {"kind": "", "message": "nothing was raised"}
+
+
+def _findings(backend: TrainBackend, name: str, folder: str) -> list[str]:
+    spec = load_spec(TRAIN_BACKENDS, name)
+    assert isinstance(spec, BackendSpec)
+    return spec.load_check_checkpoint()(Path(folder), world_size=backend.world_size)
+
+
+@contextlib.contextmanager
+def _slow_storage(here: bool) -> Iterator[threading.Event]:
+    """Have no file of this process become durable until the event that is given, or the end of the block."""
+    confirm, sync = threading.Event(), os.fsync
+
+    def wait_and_sync(fd: Any) -> None:
+        confirm.wait(_SLOWEST)
+        sync(fd)
+
+    if here:
+        os.fsync = wait_and_sync
+    try:
+        yield confirm
+    finally:
+        confirm.set()
+        os.fsync = sync
+
+
+def _held() -> dict[str, int]:
+    """What this process holds now."""
+    gc.collect()
+    return {"tensors": _live_tensor_bytes(), "resident": _resident_bytes(), "handles": _open_handles()}
 
 
 def _modules() -> list[nn.Module]:

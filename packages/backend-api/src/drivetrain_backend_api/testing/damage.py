@@ -48,3 +48,6 @@ DAMAGES: Mapping[str, Callable[[Path, Path], bool]] = {
     "another checkpoint's": _exchange,
 }
 """Name -> function of the file and of the same file of another checkpoint; returns False where nothing changed."""
+
+SHOWN_BY_SIZE = ("missing", "empty", "cut short")
+"""Those that are found without reading a file through."""

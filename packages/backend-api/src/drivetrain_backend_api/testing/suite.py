@@ -26,6 +26,7 @@ from drivetrain_backend_api.testing.judge import Judge
 from drivetrain_backend_api.testing.judging_contract import ContractTests
 from drivetrain_backend_api.testing.judging_experts import MIXTURES, ExpertsTests
 from drivetrain_backend_api.testing.judging_numbers import NumbersTests
+from drivetrain_backend_api.testing.judging_saves import SavesTests
 from drivetrain_backend_api.testing.judging_state import SLEEPS, StateTests
 from drivetrain_backend_api.testing.judging_weights import WeightsTests
 from drivetrain_backend_api.testing.layouts import KINDS, Layout, claimed_expert_layouts, claimed_layouts
@@ -35,11 +36,18 @@ from drivetrain_backend_api.testing.ranks import Ranks
 EXPORTED = ("qwen3-tied", "llama", "qwen2-tied")
 """Models whose exports are compared with `save_pretrained`: each architecture, tied and not."""
 
+_OF_FEW_RANKS = (
+    "test_a_damaged_checkpoint_is_refused",
+    "test_a_background_save_is_never_lost",
+    "test_weights_alone_begin_a_new_run",
+)
+"""Tests of files and of whole saves, which are the same under every layout."""
+
 _USAGE = int(pytest.ExitCode.USAGE_ERROR)
 _GUARD = "test_no_standard_test_was_removed_or_overridden"
 
 
-class ConformanceSuite(NumbersTests, StateTests, WeightsTests, ExpertsTests, ContractTests):
+class ConformanceSuite(NumbersTests, StateTests, SavesTests, WeightsTests, ExpertsTests, ContractTests):
     """All standard tests. Those of a subclass's own come on top.
 
     Attributes:
@@ -210,7 +218,7 @@ def _axes(suite: type[ConformanceSuite], config: pytest.Config, spec: BackendSpe
     layouts = every
     if test == "test_a_rank_that_raises_ends_the_others":
         layouts = [one for one in every if one.ranks > 1]
-    if test == "test_a_damaged_checkpoint_is_refused":
+    if test in _OF_FEW_RANKS:
         layouts = _fewest(every)
     resharded = test in ("test_a_checkpoint_loads_under_another_layout", "test_experts_load_under_another_layout")
     frozen = [name for name, how in (("ref", claimed.reference), ("teacher", claimed.teacher)) if how]
@@ -242,6 +250,7 @@ def _axes(suite: type[ConformanceSuite], config: pytest.Config, spec: BackendSpe
         "low_precision": low,
         "frozen": frozen,
         "damage": list(DAMAGES),
+        "background": ["background"] if claimed.async_save else [],
         "exported": list(EXPORTED),
         "mixture": list(MIXTURES),
         "holders": ["all", "stage_lead", "rank0"],
