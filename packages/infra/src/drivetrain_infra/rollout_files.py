@@ -4,11 +4,9 @@ A file holds tensors and plain values only, and is read without running any code
 """
 
 import io
-import os
 import pickle
 import zipfile
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import torch
 
 from drivetrain_backend_api import DataError, DrivetrainError
 from drivetrain_backend_api.errors import in_one_line
-from drivetrain_infra.run_folder import half_written, sync
+from drivetrain_infra.run_folder import sync, write_atomically
 
 FORMAT = 1
 """Version of the file's layout."""
@@ -70,20 +68,12 @@ def save_rollout(folder: Path, rollout_id: int, plain: Mapping[str, Any], *, lin
         ) from error
     buffer = io.BytesIO()  # PyTorch's own file writer does not say that a disk is full
     torch.save({"format": FORMAT, "rollout_id": rollout_id, "lineage": lineage, "content": content}, buffer)
-    aside = half_written(path)
     try:
         if not folder.is_dir():
             folder.mkdir()
             sync(folder.parent)
-        with aside.open("wb") as file:
-            file.write(buffer.getbuffer())
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-        sync(folder)
+        write_atomically(path, buffer.getbuffer())
     except OSError as error:
-        with suppress(OSError):
-            aside.unlink()
         raise DrivetrainError(
             f"{path}: rollout {rollout_id} could not be written ({error.strerror}); make room there, or choose another "
             "--save"

@@ -27,7 +27,7 @@ from drivetrain_backend_api import ConfigError, DataError, DrivetrainError
 _CHECKPOINT = re.compile(r"iter_([0-9]{7,})")
 _ROLLOUT = re.compile(r"rollout_([0-9]+)\.pt")
 _HALF_WRITTEN = re.compile(r"\.(latest|config\.json|resume_state\.json|rollout_[0-9]+\.pt)\.[0-9]+")
-"""A file that `write_atomically` or `save_rollout` did not come to rename."""
+"""A file that `write_atomically` did not come to rename."""
 
 _PARTIAL, _REMOVED, _REPLACED = ".partial", ".removed", ".replaced"
 
@@ -374,12 +374,12 @@ def checkpoint_id(checkpoint: Path) -> int:
     return int(checkpoint_name(checkpoint).removeprefix("iter_"))
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a small text file so that a reader sees the old or the new content, never a part."""
-    aside = half_written(path)
+def write_atomically(path: Path, content: str | memoryview) -> None:
+    """Replace a file, durably, so that a reader sees the old or the new content, never a part. Raises OSError."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")  # as `_HALF_WRITTEN` knows it
     try:
-        with aside.open("w") as file:
-            file.write(text)
+        with aside.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
@@ -388,11 +388,6 @@ def write_atomically(path: Path, text: str) -> None:
             aside.unlink()
         raise
     sync(path.parent)
-
-
-def half_written(path: Path) -> Path:
-    """Return the name under which a file is written before it is renamed, which a later start knows as left over."""
-    return path.with_name(f".{path.name}.{os.getpid()}")
 
 
 def sync(path: Path) -> None:
