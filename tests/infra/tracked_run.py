@@ -1,7 +1,7 @@
 """A run reduced to its metrics, for tests that kill and resume it: `tracked_run.py FOLDER JSON`.
 
 JSON: `mode` of W&B, `keep` lines of what is there (null for a new run), `stop` after so many lines, `killed` for an end
-by SIGKILL, `uploaded` for a kill only once W&B's server has rows, `resume_id`.
+by SIGKILL once W&B's files have more than so many lines, `rewind` to so many lines and on to `stop` again, `resume_id`.
 """
 
 import json
@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,11 @@ from drivetrain_infra.config import TrackingConfig
 from drivetrain_infra.tracking.base import Trackers
 from drivetrain_infra.tracking.jsonl import JsonlTracker, read_metrics
 from drivetrain_infra.tracking.wandb import WandbTracker
+from drivetrain_infra.tracking.wandb_files import steps_of
 
 
 def metrics_of(line: int) -> dict[str, float]:
     return {"train/loss": math.sin(line), "train/grad_norm": math.nan if line % 7 == 3 else line / 3}
-
-
-def rows_on_server(run_id: str) -> int:
-    with urllib.request.urlopen(f"{os.environ['WANDB_BASE_URL']}/rows/{run_id}") as answer:
-        return len(json.load(answer))
 
 
 def main(folder: Path, plan: dict[str, Any]) -> None:
@@ -45,14 +40,11 @@ def main(folder: Path, plan: dict[str, Any]) -> None:
         trackers.rewind(plan["rewind"])
         for line in range(plan["rewind"], plan["stop"]):
             trackers.log(line // 2, metrics_of(line))
-    if plan.get("uploaded"):
-        deadline = time.monotonic() + 60
-        while not rows_on_server(online.run_id):
-            assert time.monotonic() < deadline, "W&B uploads nothing"
-            time.sleep(0.05)
-        for line in range(plan["stop"], plan["stop"] + 3):
-            trackers.log(line // 2, metrics_of(line))
     if plan.get("killed"):
+        deadline = time.monotonic() + 60
+        while len(steps_of(folder / "wandb", online.run_id)) <= plan["killed"]:
+            assert time.monotonic() < deadline, "W&B writes nothing"
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     print(online.run_id)
     trackers.close()
