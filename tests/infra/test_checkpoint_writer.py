@@ -147,7 +147,6 @@ def test_a_saved_checkpoint_is_whole_and_has_its_state(run: RunFolder, manifest:
     writer = CheckpointWriter(run, Foreground("new", manifest=manifest))
     assert writer.poll() is None
     assert writer.begin(state(4)) is None
-    assert writer.pending
     saved = writer.poll()
     assert saved is not None
     assert (saved.next_rollout_id, saved.checkpoint) == (4, run.checkpoint(4))
@@ -234,7 +233,7 @@ def test_everything_is_synced_before_it_is_named(run: RunFolder, monkeypatch: py
     events: list[str] = []
     fsync, rename, replace_ = os.fsync, os.rename, os.replace
 
-    def spy_fsync(descriptor: int) -> None:
+    def spy_fsync(descriptor: Any) -> None:
         fsync(descriptor)
         events.append("sync " + os.readlink(f"/proc/self/fd/{descriptor}").removeprefix(f"{run.root}"))
 
@@ -339,7 +338,10 @@ class Careless(Foreground):
         (lambda folder: os.truncate(folder / "dcp/__1_0.distcp", 3), "dcp/__1_0.distcp is cut short"),
         (lambda folder: (folder / MANIFEST).write_text("{}"), "manifest.json is damaged"),
         (lambda folder: (folder / "stray").write_text(""), "stray is not in manifest.json"),
-        (lambda folder: [shutil.rmtree(folder), folder.mkdir()], "is empty though the train workers wrote"),
+        (
+            lambda folder: [shutil.rmtree(one) if one.is_dir() else one.unlink() for one in folder.iterdir()],
+            "is empty though the train workers wrote",
+        ),
         (shutil.rmtree, "is empty though the train workers wrote"),
     ],
 )
@@ -523,11 +525,11 @@ def die_at(last: int, root: Path) -> None:
         if count == last:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def counted_fsync(descriptor: int) -> None:
+    def counted_fsync(descriptor: Any) -> None:
         call("open", (root,))
         fsync(descriptor)
 
-    os.fsync = counted_fsync  # which Python does not audit
+    vars(os)["fsync"] = counted_fsync  # which Python does not audit
     sys.addaudithook(call)
 
 
@@ -581,6 +583,11 @@ def test_a_run_that_is_killed_before_any_system_call_goes_on_from_the_old_or_the
         shutil.copytree(template, run.root)
         killed = crashes.killed(deed, run.root, at)
         seen.append(found(run))
+        for one in run.checkpoints():
+            assert whole(run.find(one) or run.root) == [], "a checkpoint is complete or absent"
+        if run.state.exists():
+            named = RunState.read(run.state).next_rollout_id
+            assert named in run.checkpoints(), "the newest state names a checkpoint that is gone"
         assert not (run.root / "iter_0000006").exists()
         run.remove_leftovers()
         assert found(run) == seen[-1], f"cleaning up after a kill before call {at} changed where the run goes on"
