@@ -76,6 +76,7 @@ def damage(run: RunFolder, next_rollout_id: int) -> Path:
 def test_a_new_folder_holds_no_run(run: RunFolder, tmp_path: Path) -> None:
     assert find_resume(run, verify=manifest_findings) is None
     assert find_resume(RunFolder(tmp_path / "nowhere"), verify=manifest_findings) is None
+    assert find_resume(run, step=3, verify=manifest_findings) is None
 
 
 def test_a_run_goes_on_from_its_newest_checkpoint(run: RunFolder) -> None:
@@ -148,6 +149,7 @@ def test_a_step_is_taken_by_name_and_said(run: RunFolder) -> None:
 
 
 def test_a_step_that_is_not_there_names_those_that_are(run: RunFolder) -> None:
+    STATE.write(run.state)
     with pytest.raises(ConfigError, match=r"--ckpt-step 3: .* has no checkpoint iter_0000003; it has none yet"):
         find(run, step=3)
     save(run, 2, 4)

@@ -323,6 +323,14 @@ def test_what_latest_names_is_not_removed_when_a_run_has_gone_back(run: RunFolde
 def test_a_checkpoint_that_cannot_be_removed_is_an_error_that_names_it(run: RunFolder) -> None:
     save_all(run, 2, 4)
     (run.root / "iter_0000002.removed").write_text("in the way")
-    with pytest.raises(DrivetrainError, match=r"iter_0000002.removed cannot be removed .*--save-max-to-keep 1"):
+    with pytest.raises(DrivetrainError, match=r"iter_0000002 cannot be removed .*--save-max-to-keep 1"):
         run.prune(1)
     assert run.checkpoints() == [2, 4]
+
+
+def test_what_an_earlier_retention_could_not_delete_goes_with_the_next(run: RunFolder) -> None:
+    save_all(run, 2, 4)
+    run.checkpoint(2).rename(run.root / "iter_0000002.removed")
+    assert run.checkpoints() == [4]
+    assert run.prune(1) == []
+    assert files(run) == ["config.json", "iter_0000004", "latest"]

@@ -69,7 +69,7 @@ def find_resume(
         ConfigError: there is no checkpoint `step`.
         DataError: the checkpoint is damaged; names what is wrong with it and the newest good one.
     """
-    if not folder.is_used() and step is None:
+    if not folder.is_used():
         return None
     recorded = RunState.read(folder.state) if folder.state.exists() else None
     if step is not None:

@@ -132,8 +132,9 @@ class RunFolder:
                 elif suffix == _REPLACED and not (self.root / stem).exists():
                     path.rename(self.root / stem)
                     sync(self.root)
-                elif suffix in (_PARTIAL, _REMOVED, _REPLACED):
+                elif suffix in (_PARTIAL, _REPLACED):
                     _remove(path)
+            self._sweep()
             for name in _names(self.rollouts):
                 if _HALF_WRITTEN.fullmatch(name):
                     (self.rollouts / name).unlink()
@@ -284,13 +285,13 @@ class RunFolder:
         newest = checkpoint_id(self.latest())
         ours = [one for one in self.checkpoints() if one <= newest and self.checkpoint(one).resolve() not in spared]
         old = ours[: max(0, len(ours) - max(keep, 1))]
+        self._sweep()
         try:
             for one in old:
-                gone = _named(self.checkpoint(one), _REMOVED)
-                _remove(gone)
-                self.checkpoint(one).rename(gone)
+                self.checkpoint(one).rename(_named(self.checkpoint(one), _REMOVED))
+            if old:
                 sync(self.root)
-                _remove(gone)
+                self._sweep()
             oldest_kept = min(self.checkpoints())
             for name in _names(self.rollouts):
                 if (match := _ROLLOUT.fullmatch(name)) and int(match[1]) < oldest_kept:
@@ -301,6 +302,13 @@ class RunFolder:
                 f"{keep} asks; make it removable, or leave that flag out"
             ) from error
         return old
+
+    def _sweep(self) -> None:
+        """Delete what `prune` has put aside. A file that someone else reads may stay on NFS, until the next time."""
+        for name in _names(self.root):
+            stem, suffix = os.path.splitext(name)
+            if suffix == _REMOVED and _CHECKPOINT.fullmatch(stem):
+                shutil.rmtree(self.root / name, ignore_errors=True)
 
     @contextmanager
     def new_checkpoint(self, next_rollout_id: int) -> Iterator[Path]:
