@@ -8,6 +8,7 @@ optimizer.
 import datetime
 import logging
 import mmap
+import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -93,6 +94,7 @@ class CheckpointSaver:
             self._group = group
         self._buffer: HostBuffer | None = None
         self._pending: BackgroundSave | None = None
+        self._writer: Writer | None = None
 
     @property
     def staging_bytes(self) -> int:
@@ -143,9 +145,10 @@ class CheckpointSaver:
         assert self._buffer is not None
         buffer = self._buffer
         copies = together(_told(self._rank, lambda: buffer.copy(pieces)), self._control)
-        self._pending = BackgroundSave(
-            replace(snapshot, pieces=copies), self._rank, self._device, control=self._control, group=self._group
-        )
+        copied = replace(snapshot, pieces=copies)
+        self._writer = self._writer or Writer(self._device)
+        self._pending = BackgroundSave(folder, self._control, lambda: _write(copied, self._rank, self._group))
+        self._writer.begin(self._pending)
         return self._pending
 
     def finish(self) -> None:
@@ -162,47 +165,43 @@ class CheckpointSaver:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.close()
-        self._buffer = None
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = self._buffer = None
 
 
 class BackgroundSave(SaveHandle):
     """A save that a thread writes from copies."""
 
-    def __init__(
-        self,
-        snapshot: Snapshot,
-        rank: int,
-        device: torch.device,
-        *,
-        control: dist.ProcessGroup | None,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        """Start the thread. `control` serves this object's methods, `group` the thread alone."""
-        self._folder, self._control = snapshot.folder, control
+    def __init__(self, folder: Path, control: dist.ProcessGroup | None, write: Callable[[], None]) -> None:
+        """Take what the thread will do: `run` is its part, all else is that of the thread that saves.
+
+        Args:
+            folder: for messages.
+            control: a CPU group of all ranks, which `write` does not use.
+            write: writes this rank's part.
+        """
+        self._folder, self._control, self._write = folder, control, write
+        self._written = threading.Event()
         self._failure: DrivetrainError | None = None
         self._ended = False
         self.was_told = False
 
-        def run() -> None:
-            try:
-                if device.type == "cuda":
-                    torch.cuda.set_device(device)  # a thread begins with the first
-                _write(snapshot, rank, group)
-            except DrivetrainError as error:
-                self._failure = error
-            except BaseException as error:  # whatever it is, whoever waits must hear of it
-                self._failure = DrivetrainError(
-                    f"writing the checkpoint {snapshot.folder} failed: rank {rank}: {type(error).__name__}: "
-                    f"{in_one_line(error)}"
-                )
-
-        # a daemon, so that a process that has to end at once does
-        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
-        self._thread.start()
+    def run(self) -> None:
+        """Write, and keep what went wrong."""
+        try:
+            self._write()
+        except DrivetrainError as error:
+            self._failure = error
+        except BaseException as error:  # whatever it is, whoever waits must hear of it
+            said = f"{type(error).__name__}: {in_one_line(error)}"
+            self._failure = DrivetrainError(f"writing the checkpoint {self._folder} failed: {said}")
+        finally:
+            self._written.set()
 
     def poll(self) -> bool:
         """See `SaveHandle.poll`. Raises the first failure, on all ranks, once all have ended."""
-        if not self._ended and not all_agree(not self._thread.is_alive(), self._control):
+        if not self._ended and not all_agree(self._written.is_set(), self._control):
             return False
         self.finalize()
         return True
@@ -210,7 +209,7 @@ class BackgroundSave(SaveHandle):
     def finalize(self) -> None:
         """See `SaveHandle.finalize`; asked again, it answers the same without the other ranks."""
         if not self._ended:
-            self._thread.join()
+            self._written.wait()
             failures = gathered(self._failure, self._control)
             self._failure = next((one for one in failures if one is not None), None)
             self._ended = True
@@ -219,11 +218,38 @@ class BackgroundSave(SaveHandle):
             raise self._failure
 
     def close(self) -> None:
-        """Wait for this rank's thread, and log a failure that nobody was told."""
-        self._thread.join()
+        """Wait for this rank's part, and log a failure that nobody was told."""
+        self._written.wait()
         self._ended = True
         if self._failure is not None and not self.was_told:
             _LOG.error("the checkpoint %s is not complete: %s", self._folder, self._failure)
+
+
+class Writer:
+    """The thread that writes: one for all saves, since each new one would take memory of its own from malloc."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Start it. `device` is what training uses."""
+        self._saves: queue.SimpleQueue[BackgroundSave | None] = queue.SimpleQueue()
+        # a daemon, so that a process that has to end at once does
+        self._thread = threading.Thread(target=self._run, args=(device,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def begin(self, save: BackgroundSave) -> None:
+        """Write a save as soon as those before it are written."""
+        self._saves.put(save)
+
+    def close(self) -> None:
+        """End the thread once it has nothing to write."""
+        self._saves.put(None)
+        self._thread.join()
+
+    def _run(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # a thread begins with the first
+        while (save := self._saves.get()) is not None:
+            save.run()
+            del save  # with what it refers to: the next one may be long in coming
 
 
 def _write(snapshot: Snapshot, rank: int, group: dist.ProcessGroup | None) -> None:

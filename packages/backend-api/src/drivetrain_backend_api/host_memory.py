@@ -39,7 +39,8 @@ def need_findings(needs: Sequence[HostNeed]) -> list[str]:
         needed = sum(one.needed for one in ranks)
         free = min((one.free for one in ranks if one.free is not None), default=needed)
         if needed > free:
-            findings.append(f"the {len(ranks)} ranks on host {host[0]} need {needed} bytes and {free} are free")
+            who = f"the {len(ranks)} ranks on host {host[0]} need" if len(ranks) > 1 else f"a rank on {host[0]} needs"
+            findings.append(f"{who} {needed} bytes of memory and {free} are free")
     return findings
 
 
