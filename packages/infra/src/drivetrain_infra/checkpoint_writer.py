@@ -201,7 +201,8 @@ def complete_manifest(folder: Path) -> None:
         DataError: the folder is empty, or not what the ranks wrote.
         OSError: a file cannot be read.
     """
-    files = sorted(one for one in folder.rglob("*") if not one.is_dir())
+    # NFS keeps under such a name what was removed while someone had it open
+    files = sorted(one for one in folder.rglob("*") if not one.is_dir() and not one.name.startswith(".nfs"))
     if not files:
         raise DataError(f"{folder} is empty though the train workers wrote a checkpoint; {_SHARED}")
     if not (folder / MANIFEST).exists():

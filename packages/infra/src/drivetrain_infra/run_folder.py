@@ -159,7 +159,8 @@ class RunFolder:
     def find(self, next_rollout_id: int) -> Path | None:
         """Return where a complete checkpoint lies, None where there is none."""
         final = self.checkpoint(next_rollout_id)
-        return next((one for one in (final, _named(final, _REPLACED)) if one.is_dir()), None)
+        places = (final, _named(final, _REPLACED), final)  # again, for it may come back while we look
+        return next((one for one in places if one.is_dir()), None)
 
     def latest(self) -> Path:
         """Return the newest durable checkpoint.
