@@ -113,6 +113,7 @@ def train(run: Run) -> str:
     """
     plan, pace = run.plan, Pace()
     done, reason = plan.start, COMPLETED
+    prompts_read = run.prompts.read
     try:
         if plan.evaluate_start:
             evaluate(run, done)
@@ -123,19 +124,19 @@ def train(run: Run) -> str:
                 rollout = make_rollout(run, rollout_id)
             with phases("train"):
                 steps = train_on(run, rollout_id, rollout)
-            done = rollout_id + 1
+            done, prompts_read = rollout_id + 1, run.prompts.read
             note_saved(run, pace, run.writer.poll())
             log(run, rollout_id, rollout, steps, phases, pace)
             run.divergence.check(rollout_id, steps)
             if plan.saves_after(rollout_id):
-                note_saved(run, pace, run.writer.begin(state_after(run, done)))
+                note_saved(run, pace, run.writer.begin(state_after(run, done, prompts_read)))
             if plan.evaluates_after(rollout_id):
                 evaluate(run, done)
             pace.stepped(phases)
     except StopRequested as stop:
         reason = stop.reason
         if done > plan.start and not plan.saves_after(done - 1):
-            note_saved(run, pace, run.writer.begin(state_after(run, done)))
+            note_saved(run, pace, run.writer.begin(state_after(run, done, prompts_read)))
     except Exception as error:
         keep_save(run, error)
         raise
@@ -281,14 +282,18 @@ def evaluate(run: Run, rollout_id: int) -> None:
     run.display.evaluated(rollout_id, metrics)
 
 
-def state_after(run: Run, next_rollout_id: int) -> RunState:
-    """Return all that a start from a checkpoint needs to know beside what the train backend saves."""
+def state_after(run: Run, next_rollout_id: int, prompts_read: int) -> RunState:
+    """Return all that a start from a checkpoint needs to know beside what the train backend saves.
+
+    Args:
+        prompts_read: by the rollouts that were trained on; one that was abandoned has read more.
+    """
     return replace(
         run.state,
         next_rollout_id=next_rollout_id,
         checkpoint=run.folder.checkpoint(next_rollout_id).name,
         weight_version=next_rollout_id + 1,
-        prompts_read=run.prompts.read,
+        prompts_read=prompts_read,
         metrics_bytes=run.metrics_bytes(),
         lost_steps=run.divergence.lost,
         lost_since=run.divergence.since,

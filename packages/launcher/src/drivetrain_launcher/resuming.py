@@ -82,7 +82,6 @@ def begin_at(config: DrivetrainConfig, folder: RunFolder, point: ResumePoint | N
     notes = [*point.notes, *_same(config, point.state)] if point.state else list(point.notes)
     if point.checkpoint is None:
         begin = _from_load(config)
-        notes.append(f"the run in {folder.root} has no checkpoint yet, so it begins anew")
         return replace(begin, in_place=True, notes=(*notes, *begin.notes), metrics_bytes=0)
     assert point.state is not None
     state = point.state
