@@ -57,7 +57,9 @@ def test_two_ranks_are_refused_by_name(tmp_path: Path) -> None:
         one.setup()
 
 
-@pytest.mark.parametrize("options", [{"bf16": True, "fp32": False}, {"attention_backend": "varlen"}])
+@pytest.mark.parametrize(
+    "options", [{"bf16": True, "fp32": False}, {"attention_backend": "varlen"}, {"async_save": True}]
+)
 def test_options_that_it_cannot_honour_are_refused_by_name(options: dict[str, Any]) -> None:
     (name,) = (one for one in options if one != "fp32")
     with pytest.raises(ConfigError, match=f"^--{name.replace('_', '-')}"):
@@ -127,7 +129,7 @@ def test_files_of_another_checkpoint_are_found_and_named(tmp_path: Path) -> None
     model = make_model(tmp_path / "model", "llama")
     mine, other = saved(model, tmp_path / "mine"), saved(model, tmp_path / "other", seed=7)
     (mine / "random.safetensors").write_bytes((other / "random.safetensors").read_bytes())
-    with pytest.raises(DataError, match=r"mine/random.safetensors is damaged or from another checkpoint"):
+    with pytest.raises(DataError, match=r"mine/random.safetensors is damaged, or of another checkpoint"):
         backend(model, load=str(mine)).setup()
 
 

@@ -51,7 +51,13 @@ class PlainTorchBackend(TrainBackend):
         self._weight_copies, self._optimizer_copies = HostCopies(), HostCopies()
         torch.manual_seed(self.config.seed)
         if self.config.load is not None:
-            self.next_rollout_id = checkpoint.load_checkpoint(Path(self.config.load), self._live, self.optimizer)
+            self.next_rollout_id = checkpoint.load_checkpoint(
+                Path(self.config.load),
+                self._live,
+                self.optimizer,
+                weights_only=self.config.finetune,
+                verify=self.config.verify_checkpoint,
+            )
         self.lifecycle.move("setup", State.AWAKE)
         return self.next_rollout_id
 
@@ -118,7 +124,13 @@ class PlainTorchBackend(TrainBackend):
         """See `TrainBackend.save_checkpoint`; everything is written when this returns."""
         self.lifecycle.require("save_checkpoint")
         self.weights.require_policy("save_checkpoint")
-        checkpoint.save_checkpoint(folder, self._live, self.optimizer, next_rollout_id=self.next_rollout_id)
+        checkpoint.save_checkpoint(
+            folder,
+            self._live,
+            self.optimizer,
+            next_rollout_id=self.next_rollout_id,
+            moments=not self.config.no_save_optim,
+        )
         return SaveHandle()
 
     def sleep(self, keep_weights: bool = False) -> None:

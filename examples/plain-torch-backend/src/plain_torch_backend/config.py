@@ -17,6 +17,8 @@ class PlainTorchConfig(TrainConfig):
                 found.append(f"{flag}: the plain-torch backend computes in fp32 only; give --fp32")
         if self.optimizer_cpu_offload:
             found.append("--optimizer-cpu-offload: the plain-torch backend has no offload; leave it out")
+        if self.async_save:
+            found.append("--async-save: the plain-torch backend writes while training waits; leave it out")
         if self.attention_backend != "auto":
             found.append(
                 f"--attention-backend {self.attention_backend}: the plain-torch backend attends to one sequence at a "
