@@ -44,7 +44,9 @@ def rollout_file(folder: Path, rollout_id: int) -> Path:
     return folder / f"rollout_{rollout_id}.pt"
 
 
-def save_rollout(folder: Path, rollout_id: int, plain: Mapping[str, Any], *, lineage: str) -> Path:
+def save_rollout(
+    folder: Path, rollout_id: int, plain: Mapping[str, Any], *, lineage: str, flag: str = "--save"
+) -> Path:
     """Write a rollout, durably and in one go; the folder is made where it is missing, its parent is not.
 
     Args:
@@ -52,6 +54,7 @@ def save_rollout(folder: Path, rollout_id: int, plain: Mapping[str, Any], *, lin
         rollout_id: of the rollout.
         plain: tensors, numbers, text, booleans, None, and lists, tuples and tables of them.
         lineage: fingerprint of all that the rollout was made from.
+        flag: which chose the folder, for messages.
 
     Returns: the file.
 
@@ -75,8 +78,8 @@ def save_rollout(folder: Path, rollout_id: int, plain: Mapping[str, Any], *, lin
         write_atomically(path, buffer.getbuffer())
     except OSError as error:
         raise DrivetrainError(
-            f"{path}: rollout {rollout_id} could not be written ({error.strerror}); make room there, or choose another "
-            "--save"
+            f"{flag} {folder}: {path.name} could not be written ({error.strerror}); make room there, or choose another "
+            "folder"
         ) from error
     return path
 
