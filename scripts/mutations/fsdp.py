@@ -353,9 +353,9 @@ CHECKPOINTS = (
         "moments-not-loaded",
         "a resume loads the weights and begins with empty moments",
         "checkpoint",
-        "        load(_tensors(model, optimizer), storage_reader",
-        "        weights = {f'{_MODEL_PREFIX}{name}': one for name, one in model.weights.items()}\n"
-        "        load(weights, storage_reader",
+        "    read_pieces(folder, [one for one in pieces if one.tensor.numel()], control",
+        "    weights = [one for one in pieces if one.key.startswith(_MODEL_PREFIX)]\n"
+        "    read_pieces(folder, [one for one in weights if one.tensor.numel()], control",
         test="test_a_resumed_run_is_the_same_run",
     ),
     _fsdp(
@@ -419,45 +419,34 @@ CHECKPOINTS = (
         "a checkpoint of another model is loaded as far as its tensors fit",
         "checkpoint",
         """\
-        _check_fit(folder, read_metadata(folder), {name: tuple(one.shape) for name, one in tensors.items()})
-        return state
+        _check_fit(folder, metadata, {one.key: one.shape for one in pieces}, weights_only=weights_only)
+        return state, metadata
 
-    state = together(look, control)
-    if len(set(gathered(state.next_rollout_id, control))) > 1:
-        raise DataError(
-            f"{folder}: ranks see different checkpoints (next rollout ids {gathered(state.next_rollout_id, control)}); "
-            "--load must name a folder that all nodes share"
-        )
-    try:
-        load(_tensors(model, optimizer), storage_reader""",
+    state, metadata = together(look, control)
+""",
         """\
-        return state
+        return state, metadata
 
-    state = together(look, control)
-    stored = read_metadata(folder).state_dict_metadata
-    fitting = {
-        name: one
-        for name, one in _tensors(model, optimizer).items()
-        if name in stored and tuple(stored[name].size) == tuple(one.shape)
-    }
-    try:
-        load(fitting, storage_reader""",
+    state, metadata = together(look, control)
+    stored = {name: tuple(one.size) for name, one in stored_tensors(metadata).items()}
+    pieces = [one for one in pieces if stored.get(one.key) == one.shape]
+""",
         test="test_a_checkpoint_of_another_model_is_refused",
     ),
     _api(
         "checksums-not-compared",
         "a file of a checkpoint that was damaged on disk is read as it is",
-        "checkpoint_files",
-        "if found != checksums[name]:",
-        "if found != checksums[name] and not path.stat().st_size:",
+        "manifest",
+        "if (full or size <= SMALL_BYTES) and record_of(path) != record:",
+        "if (full or size <= SMALL_BYTES) and not size and record_of(path) != record:",
         test="test_a_damaged_checkpoint_is_refused",
     ),
     _api(
         "checksums-of-rank-0-only",
         "all ranks verify rank 0's share of the files, and nobody the others",
-        "checkpoint_files",
-        "for name in sorted(checksums)[rank::ranks]:",
-        "for name in sorted(checksums)[0::ranks]:",
+        "manifest",
+        "names = [name for name in sorted(records) if not skip(name)][rank::ranks]",
+        "names = [name for name in sorted(records) if not skip(name)][0::ranks]",
         test="test_a_damaged_checkpoint_is_refused",
     ),
     _fsdp(
