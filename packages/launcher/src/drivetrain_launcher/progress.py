@@ -43,7 +43,7 @@ class Display:
         self._console = console
         self._title = title
         self._warned = False
-        self._start, self._stop = start, stop
+        self._start, self._stop, self._done = start, stop, start
         self._began = time.monotonic()
         self._last_line = 0.0
         self._evaluations: dict[int, float] = {}
@@ -83,6 +83,7 @@ class Display:
             self._rewards.append(metrics["rollout/reward"])
         if "train/opd_reverse_kl" in metrics:
             self._reverse_kls.append(metrics["train/opd_reverse_kl"])
+        self._done = rollout_id + 1
         self._tokens_per_second.append(metrics["perf/tokens_per_second"])
         self._last_loss = metrics.get("train/loss")
         if skipped := int(metrics["train/skipped_steps"]):
@@ -106,6 +107,7 @@ class Display:
 
     def generated(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
         """Show a rollout that is made and not trained on."""
+        self._done = rollout_id + 1
         self._rewards.append(metrics["reward"])
         self._progress.update(self._task, advance=1, line=f"reward {metrics['reward']:.3f}")
         if not self._console.is_terminal:
@@ -141,7 +143,8 @@ class Display:
         table = Table(title="Summary", show_header=False)
         table.add_column()
         table.add_column(overflow="fold")
-        table.add_row("rollouts", f"{self._stop - self._start} ({self._start} to {self._stop - 1})")
+        done = self._done - self._start
+        table.add_row("rollouts", f"{done} ({self._start} to {self._done - 1})" if done else "0")
         table.add_row("time", f"{time.monotonic() - self._began:.0f} s")
         if self._rewards:
             table.add_row("rollout/reward, first -> last", f"{self._rewards[0]:.3f} -> {self._rewards[-1]:.3f}")

@@ -59,7 +59,8 @@ def find_point(config: DrivetrainConfig, folder: RunFolder) -> ResumePoint | Non
     try:
         return find_resume(
             folder,
-            step=config.run_folder.ckpt_step,
+            # beside a --load it chooses among the checkpoints of that run, as long as nothing is saved here
+            step=config.run_folder.ckpt_step if _resumes_itself(config) else None,
             verify=checkpoint_verifier(config),
             fallback=config.run_folder.load_fallback,
         )
@@ -123,10 +124,16 @@ def _from_load(config: DrivetrainConfig) -> Begin:
 
 def _same(config: DrivetrainConfig, saved: RunState) -> list[str]:
     free = free_keys(config)
-    if config.train.load is not None and Path(config.train.load).resolve() == Path(config.run_folder.save).resolve():
+    if _resumes_itself(config):
         free.add("load")  # asks for what is done anyway
     found = differences(saved, replace(facts(config), layout=saved.layout), free)
     return require_same(found, config.run_folder.accept_change, options=config_values(config).keys())
+
+
+def _resumes_itself(config: DrivetrainConfig) -> bool:
+    """Say whether `--load` names nothing, or the run in `--save`."""
+    load = config.train.load
+    return load is None or Path(load).resolve() == Path(config.run_folder.save).resolve()
 
 
 def _metrics_bytes(folder: RunFolder, state: RunState) -> int:

@@ -48,9 +48,9 @@ class RolloutStore:
             DrivetrainError: the file system failed; names the folder.
         """
         plain = {"batch": rollout.batch.to_plain(), "metrics": dict(rollout.metrics)}
-        for folder in (self.folder, self.copy_to):
-            if folder is not None:
-                save_rollout(folder, rollout_id, plain, lineage=self.lineage)
+        save_rollout(self.folder, rollout_id, plain, lineage=self.lineage)
+        if self.copy_to is not None:
+            save_rollout(self.copy_to, rollout_id, plain, lineage=self.lineage, flag="--save-debug-rollout-data")
 
 
 def _read(path: Path, *, lineage: str | None) -> Rollout | None:

@@ -190,10 +190,10 @@ def open_folder(stage: PreparedStage) -> None:
     """Make the folder of a new run, or take the one of a run that goes on; what a killed start left goes first."""
     folder, begin = stage.folder, stage.begin
     values = config_values(stage.config)
+    folder.remove_leftovers()
     if not begin.in_place:
         folder.create(values)
         return
-    folder.remove_leftovers()
     if begin.checkpoint is not None:
         folder.rewind_to(begin.checkpoint)
     folder.reopen(values)
