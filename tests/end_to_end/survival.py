@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,16 +20,17 @@ from typing import Any
 
 import psutil
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from trouble import Blow
 
 from drivetrain_backend_api.manifest import manifest_findings
 from drivetrain_infra.run_folder import RunFolder
 from drivetrain_infra.run_state import RUN_STATE, RunState
 from drivetrain_launcher.recipes import arithmetic
-from trouble import Blow
 
 START_SECONDS = 600.0
 """Deadline of one start of the command, on a machine that does other things too."""
@@ -130,7 +132,7 @@ class Place:
         save: str,
         *more: str,
         blows: Iterable[Blow] = (),
-        environment: Mapping[str, str] | None = None,
+        environment: dict[str, str] | None = None,
         seconds: float = START_SECONDS,
     ) -> Finished:
         """Start the command once, and wait until it has ended and nothing of it is left.
@@ -149,7 +151,7 @@ class Place:
         words: Sequence[str],
         *,
         blows: Iterable[Blow] = (),
-        environment: Mapping[str, str] | None = None,
+        environment: dict[str, str] | None = None,
         seconds: float = START_SECONDS,
     ) -> Finished:
         """Start the command with these words; see `train`."""
@@ -248,12 +250,14 @@ def metrics_of(run: RunFolder) -> list[dict[str, Any]]:
 
 def tensors_of(checkpoint: Path) -> dict[str, Tensor]:
     """Read every tensor of a checkpoint: weights, optimizer, random states."""
-    reader = dcp.FileSystemReader(checkpoint / "dcp")
+    reader = FileSystemReader(checkpoint / "dcp")
     found: dict[str, Tensor] = {}
     for name, one in reader.read_metadata().state_dict_metadata.items():
         assert isinstance(one, TensorStorageMetadata), name
         found[name] = torch.zeros(one.size, dtype=one.properties.dtype)
-    dcp.load(found, storage_reader=reader, no_dist=True)  # type: ignore[arg-type]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is here, for good reason
+        load(found, storage_reader=reader, no_dist=True)
     for file in sorted(checkpoint.glob("rng_rank*.safetensors")):
         found |= {f"{file.stem}/{name}": tensor for name, tensor in load_file(file).items()}
     return found

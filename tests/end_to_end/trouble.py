@@ -111,7 +111,8 @@ class _Armed:
 def _age() -> float:
     import psutil
 
-    return time.time() - psutil.Process().create_time()
+    created: float = psutil.Process().create_time()
+    return time.time() - created
 
 
 def _find(driver: int, blow: Blow) -> int | None:
