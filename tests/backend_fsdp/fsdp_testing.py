@@ -28,6 +28,9 @@ from drivetrain_backend_fsdp.config import FsdpConfig
 # Models this small gain nothing from threads, and lose much where other processes want the same cores.
 torch.set_num_threads(1)
 
+BUFFER = "model.seen"
+"""Name of a buffer in the checkpoint that two ranks save."""
+
 RANK_WORKER = Path(__file__).with_name("rank_worker.py")
 
 

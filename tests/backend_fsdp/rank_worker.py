@@ -7,13 +7,16 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from fsdp_testing import config_of
+import torch
+from fsdp_testing import BUFFER, config_of
 
 from drivetrain_backend_api.errors import DrivetrainError
 from drivetrain_backend_api.parallel import Role
 from drivetrain_backend_fsdp.backend import FsdpBackend
+from drivetrain_backend_fsdp.checkpoint import save_checkpoint
 
 
 class Rank:
@@ -28,9 +31,11 @@ class Rank:
 
 
 def save(rank: Rank, model: str, target: Path) -> None:
+    """Save a model that has a buffer, which is whole on every rank."""
     with rank.backend(model) as backend:
         backend.setup()
-        backend.save_checkpoint(target).finalize()
+        whole = replace(backend._policy.model, weights={**backend._policy.model.weights, BUFFER: torch.tensor([7, 8])})
+        save_checkpoint(target, whole, backend.optimizer, backend._scaler, backend._saver, next_rollout_id=0).finalize()
 
 
 def refusal(rank: Rank, model: str) -> str:

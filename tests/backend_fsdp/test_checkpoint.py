@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from conftest import TwoRanks
-from fsdp_testing import assert_same, config_of, exported, model_weights, one_rank, rollout_of, train
+from fsdp_testing import BUFFER, assert_same, config_of, exported, model_weights, one_rank, rollout_of, train
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from transformers import AutoModelForCausalLM
@@ -23,6 +24,7 @@ from drivetrain_backend_api.checkpoint_files import read_metadata
 from drivetrain_backend_api.errors import DataError
 from drivetrain_backend_api.manifest import MANIFEST, read_manifest, record_of, write_manifest
 from drivetrain_backend_api.schedule import LossScaler
+from drivetrain_backend_api.sharded_checkpoint import Piece, read_pieces, stored_tensors
 from drivetrain_backend_api.testing.models import make_model
 from drivetrain_backend_fsdp.checkpoint import export_checkpoint, save_checkpoint
 from drivetrain_backend_fsdp.checkpoint_files import check_checkpoint
@@ -139,6 +141,30 @@ def test_an_export_leaves_a_folder_in_use_alone(saved: Saved, models: dict[str, 
     with pytest.raises(DataError, match="exists already"):
         export_checkpoint(saved.folder, models["qwen3-tied"], tmp_path)
     assert [one.name for one in tmp_path.iterdir()] == ["mine"]
+
+
+def test_what_every_rank_has_whole_is_written_once(
+    two_ranks: TwoRanks, models: dict[str, Path], tmp_path: Path
+) -> None:
+    export_checkpoint(two_ranks.checkpoint, models["qwen3"], tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.pop(BUFFER).tolist() == [7, 8]
+    assert_same(found, load_file(models["qwen3"] / "model.safetensors"))
+
+
+def test_tensors_that_dcp_itself_cut_and_wrote_are_read(saved: Saved, models: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved.folder, tmp_path / "copy"))
+    sizes = {key: tuple(one.size) for key, one in stored_tensors(read_metadata(folder)).items()}
+    whole = {key: torch.empty(size) for key, size in sizes.items()}
+    pieces = [Piece(key=key, shape=sizes[key], offsets=(0,) * one.ndim, tensor=one) for key, one in whole.items()]
+    read_pieces(folder, pieces, None, metadata=read_metadata(folder))
+    shutil.rmtree(folder / "dcp")
+    with pytest.warns(UserWarning, match="assuming the intent is to save in a single process"):
+        dcp.save(whole, checkpoint_id=folder / "dcp", no_dist=True)
+    relist(folder)
+    with one_rank(config_of(models["qwen3-tied"], load=str(folder))) as backend:
+        assert backend.setup() == 1
+        assert_same(exported(backend), saved.weights)
 
 
 def test_a_folder_without_a_checkpoint_is_refused(models: dict[str, Path], tmp_path: Path) -> None:

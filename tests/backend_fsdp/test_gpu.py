@@ -97,16 +97,21 @@ def test_sleep_gives_device_memory_back_and_wakes_bitwise(tmp_path: Path) -> Non
         train(backend, rollout, 1)
 
 
-def test_a_checkpoint_resumes_bitwise(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_background", [False, True], ids=["foreground", "background"])
+def test_a_checkpoint_resumes_bitwise(tmp_path: Path, in_background: bool) -> None:
     folder, rollout = bf16_model(tmp_path / "model"), rollout_of()
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
-    with one_rank(config_of(folder, bf16=True, **PACKED), "cuda:0") as backend:
+    with one_rank(config_of(folder, bf16=True, async_save=in_background, **PACKED), "cuda:0") as backend:
         backend.setup()
         train(backend, rollout)
-        backend.save_checkpoint(checkpoint).finalize()
+        handle = backend.save_checkpoint(checkpoint)
         train(backend, rollout, 1)
+        handle.finalize()
         straight = to_cpu(exported(backend))
+        if in_background:
+            assert backend._saver._buffer is not None
+            assert all(one.tensor.is_pinned() for one in backend._saver._buffer._copies)
     with one_rank(config_of(folder, bf16=True, load=str(checkpoint), **PACKED), "cuda:0") as backend:
         assert backend.setup() == 1
         train(backend, rollout, 1)

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from drivetrain_backend_api.parallel import Role
 from drivetrain_backend_api.testing import actions, comparing
 from drivetrain_backend_api.testing.cases import BASE, packed
+from drivetrain_backend_api.testing.judge import act
 from drivetrain_backend_api.testing.layouts import Layout
 from drivetrain_backend_api.testing.models import make_model
 from drivetrain_backend_api.testing.ranks import free_port
@@ -118,9 +119,8 @@ def checkpoint(rank: Rank, options: Options, folder: str, other: Options) -> dic
     with rank.backend(options) as backend:
         backend.setup()
         actions.train(backend, ROLLOUT)
-        actions.save(backend, folder)
         saved = weights(backend)
-        actions.train(backend, NEXT_ROLLOUT, rollout_id=1)
+        actions.save(backend, folder, between=[act("train", rollout=NEXT_ROLLOUT, rollout_id=1)])
         straight = snapshot(backend)
     with rank.backend({**options, "load": folder}) as backend:
         first = backend.setup()
@@ -481,9 +481,12 @@ def test_the_tier_of_process_groups_keeps_all_tensors(server: Server, models: di
     assert all(seen["asleep"]["live"] == seen["awake"]["live"] for seen in found["memory"])
 
 
+@pytest.mark.parametrize("in_background", [False, True], ids=["foreground", "background"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_checkpoint_resumes_bitwise(server: Server, models: dict[str, Path], tmp_path: Path, precision: str) -> None:
-    options = options_of(models, precision)
+def test_a_checkpoint_resumes_bitwise(
+    server: Server, models: dict[str, Path], tmp_path: Path, precision: str, in_background: bool
+) -> None:
+    options = options_of(models, precision, async_save=in_background)
     (found,) = server.run("checkpoint", options=options, folder=str(tmp_path / "saved"), other={})
     assert found == {"next": 1, "changed": [], "loaded": [], "elsewhere": []}
 

@@ -99,6 +99,9 @@ class TrainBackend(ABC):
     def setup(self, with_ref: bool = False, with_opd_teacher: bool = False) -> int:
         """Make groups, model, optimizer and scheduler; load `config.load`, or the Hugging Face weights.
 
+        With `config.finetune` only weights are taken from there, and training begins anew; else all that the next step
+        depends on. With `config.verify_checkpoint` every byte is compared with its checksum first.
+
         Args:
             with_ref: also load the frozen reference of `config.ref_load`.
             with_opd_teacher: also load the distillation teacher of `config.opd_teacher_load`.
@@ -146,7 +149,12 @@ class TrainBackend(ABC):
 
     @abstractmethod
     def save_checkpoint(self, folder: Path) -> SaveHandle:
-        """Begin to write weights, optimizer, scheduler, RNG and `next_rollout_id` into an existing empty folder."""
+        """Begin to write weights, optimizer, scheduler, RNG and `next_rollout_id` into an existing empty folder.
+
+        With `config.async_save` this returns as soon as training may go on, and what training changes then is not in
+        the checkpoint. A save that is on its way is finalised by the next one, by a sleep that destroys groups, and by
+        `close`. With `config.no_save_optim` the optimizer's moments are left out. A `manifest` of all files comes last.
+        """
 
     @abstractmethod
     def sleep(self, keep_weights: bool = False) -> None:

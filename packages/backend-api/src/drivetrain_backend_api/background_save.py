@@ -41,6 +41,9 @@ _LOG = logging.getLogger(__name__)
 _ALIGNMENT = 64
 """Bytes: every tensor of the buffer begins at a multiple."""
 
+_PORTABLE = 1
+"""CUDA's flag cudaHostRegisterPortable: pinned for every context of this process."""
+
 T = TypeVar("T")
 
 
@@ -117,6 +120,8 @@ class CheckpointSaver:
                 "spread the ranks over more nodes"
             )
         self._buffer = together(lambda: HostBuffer(pieces, pin=self._device.type == "cuda"), self._control)
+        if self._rank == 0:
+            _LOG.info("--async-save: %.1f MiB of host memory on each rank", self.staging_bytes / 2**20)
 
     def begin(self, folder: Path, pieces: Sequence[Piece], state: TrainerState) -> SaveHandle:
         """Write everything that training needs to go on; an earlier save is waited for.
@@ -346,7 +351,7 @@ class _Pinned:
 
     def __init__(self, address: int, nbytes: int) -> None:
         self._address: int | None = None
-        found = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)  # type: ignore[no-untyped-call]
+        found = torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE)  # type: ignore[no-untyped-call]
         if int(found) != 0:
             raise DrivetrainError(
                 f"{nbytes} bytes of host memory for --async-save cannot be pinned: {found}; leave it out"
