@@ -38,6 +38,9 @@ START_SECONDS = 600.0
 GONE_SECONDS = 60.0
 """Deadline for the processes of a run whose driver was killed."""
 
+AT_ONCE_SECONDS = 15.0
+"""Deadline for a run's end after a second signal."""
+
 NUM_ROLLOUTS = 3
 
 BACKENDS = {

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-PHASES = ("make_rollout", "train_on", "sync", "evaluate")
-"""Functions of the train loop, and, inside the first and the last, `generate` of all engines."""
+PHASES = ("make_rollout", "train_on", "evaluate", "generate", "sync")
+"""Three functions of the train loop, and two that happen inside them: of all engines, and of their weights."""
 
 DRIVER, WORKER, ENGINE = "driver", "worker", "engine"
 
@@ -248,12 +248,12 @@ def _begin() -> "_Driver | None":
     if "drivetrain_launcher.cli" not in sys.orig_argv:
         _Files(armed, WORKER, lambda: "in a rank")
         return None
+    from drivetrain_infra.weight_sync import session
     from drivetrain_launcher import engine_pool, loop
 
     driver = _Driver(blows, armed)
-    for name in PHASES:
-        driver.follow(loop, name)
-    driver.follow(engine_pool.EnginePool, "generate")
+    for owner, name in zip((loop, loop, loop, engine_pool.EnginePool, session.WeightSession), PHASES, strict=True):
+        driver.follow(owner, name)
     _Files(armed, DRIVER, driver.where)
     return driver
 
