@@ -161,9 +161,9 @@ def fuzz(scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_t
     fuzz = Fuzz(scratch, tmp_path)
     run_train = run.run_train
 
-    def noted(request: Any) -> int:
+    def noted(request: Any, stopping: Any) -> int:
         fuzz.reached_checks = True
-        return run_train(request)
+        return run_train(request, stopping)
 
     def started(*args: Any, **kwargs: Any) -> None:
         fuzz.started_ray = True

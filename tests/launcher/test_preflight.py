@@ -645,7 +645,7 @@ def test_a_damaged_checkpoint_is_refused_and_others_are_named(folder: Path) -> N
         (run / name).mkdir(parents=True)
     (run / "latest").write_text("iter_0000004\n")
     damage = [
-        f"{run}/iter_0000004 is no complete checkpoint: {run}/iter_0000004/checksums.json is missing; use another "
+        f"{run}/iter_0000004 is no complete checkpoint: {run}/iter_0000004/manifest.json is missing; use another "
         "checkpoint of the run",
         f"{run}/iter_0000004 is no checkpoint of the fsdp backend: it has no trainer_state.json; use another "
         "checkpoint of the run",
