@@ -75,7 +75,7 @@ class Daemons:
                 if gone:
                     self._problem = (
                         f"Ray's {' and '.join(gone)} died, which ends the run; unless somebody ended it, look whether "
-                        "the machine ran out of memory; then start the run again, with --load if it has a checkpoint"
+                        "the machine ran out of memory; then run the same command again"
                     )
             return self._problem
 

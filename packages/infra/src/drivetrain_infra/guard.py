@@ -314,7 +314,7 @@ def main(driver: int, folder: Path, mark: Path, lock: int) -> None:
     text = _last_words(folder) or (
         f"drivetrain: error: the driver (process {driver}) was killed, or was ended by Ray because one of Ray's "
         "processes had died, and all that it had started has been ended; unless somebody did that, look whether "
-        "the machine ran out of memory; then start the run again, with --load if it has a checkpoint"
+        "the machine ran out of memory; then run the same command again"
     )
     remove_temp_dir(folder, lock)
     with contextlib.suppress(OSError):  # the driver's standard error, where somebody may still be reading

@@ -16,7 +16,7 @@ from drivetrain_infra.run_folder import RunFolder
 from drivetrain_infra.run_state import RUN_STATE, RunState, installed_versions
 from drivetrain_launcher.arguments import Spelling, Surface
 from drivetrain_launcher.config import DrivetrainConfig
-from drivetrain_launcher.preflight.checkpoint import checkpoint_verifier, resolve_load
+from drivetrain_launcher.preflight.checkpoint import checkpoint_verifier, load_is_save, resolve_load
 from drivetrain_launcher.sources import config_values
 
 _READ_BYTES = 1024**2
@@ -54,8 +54,9 @@ def find_point(config: DrivetrainConfig, folder: RunFolder) -> ResumePoint | Non
     """Find where the run in a folder stopped; None where it holds none.
 
     Raises:
-        ConfigError: its checkpoint is damaged, or there is none of that number.
+        ConfigError: its checkpoint is damaged or another backend's, or there is none of that number.
     """
+    _require_backend(config, folder)
     try:
         return find_resume(
             folder,
@@ -66,6 +67,17 @@ def find_point(config: DrivetrainConfig, folder: RunFolder) -> ResumePoint | Non
         )
     except DataError as error:  # nothing is started yet
         raise ConfigError(f"--save {error}") from error
+
+
+def _require_backend(config: DrivetrainConfig, folder: RunFolder) -> None:
+    """Refuse the run of another train backend, before a checkpoint is verified that this one cannot read."""
+    try:
+        newest = folder.newest()
+        saved = RunState.read(newest / RUN_STATE) if newest is not None else None
+    except DataError:  # found, with more words, where the checkpoint is verified
+        return
+    if saved is not None and saved.backend != config.backend.name:
+        require_same(differences(saved, replace(saved, backend=config.backend.name)))
 
 
 def begin_at(config: DrivetrainConfig, folder: RunFolder, point: ResumePoint | None) -> Begin:
@@ -79,6 +91,7 @@ def begin_at(config: DrivetrainConfig, folder: RunFolder, point: ResumePoint | N
         ConfigError: the run in the folder is another one, and nobody accepted that; one finding a line.
     """
     if point is None:
+        require_same([], config.run_folder.accept_change, options=config_values(config).keys())
         return _from_load(config)
     notes = [*point.notes, *_same(config, point.state)] if point.state else list(point.notes)
     if point.checkpoint is None:
@@ -100,7 +113,7 @@ def begin_at(config: DrivetrainConfig, folder: RunFolder, point: ResumePoint | N
 
 def _from_load(config: DrivetrainConfig) -> Begin:
     train, step = config.train, config.run_folder.ckpt_step
-    if train.load is None:
+    if train.load is None or load_is_save(config):
         return Begin(load=None, finetune=False, start=0, state=None, in_place=False, metrics_bytes=0)
     loaded = resolve_load(config.backend, train.load, step)
     resumes = loaded.run is not None and not train.finetune
@@ -108,7 +121,8 @@ def _from_load(config: DrivetrainConfig) -> Begin:
     notes: tuple[str, ...] = ()
     if resumes and (loaded.folder / RUN_STATE).exists():
         state = RunState.read(loaded.folder / RUN_STATE)
-        found = differences(state, facts(config), free_keys(config) | {"load", "finetune"})
+        now = replace(facts(config), layout=state.layout)
+        found = differences(state, now, free_keys(config) | {"load", "finetune"})
         if found:
             notes = (f"differs from the run of {loaded.folder} in: {', '.join(one.name for one in found)}",)
     return Begin(
@@ -132,8 +146,7 @@ def _same(config: DrivetrainConfig, saved: RunState) -> list[str]:
 
 def _resumes_itself(config: DrivetrainConfig) -> bool:
     """Say whether `--load` names nothing, or the run in `--save`."""
-    load = config.train.load
-    return load is None or Path(load).resolve() == Path(config.run_folder.save).resolve()
+    return config.train.load is None or load_is_save(config)
 
 
 def _metrics_bytes(folder: RunFolder, state: RunState) -> int:

@@ -50,6 +50,7 @@ class RolloutStore:
         plain = {"batch": rollout.batch.to_plain(), "metrics": dict(rollout.metrics)}
         save_rollout(self.folder, rollout_id, plain, lineage=self.lineage)
         if self.copy_to is not None:
+            self.copy_to.mkdir(parents=True, exist_ok=True)
             save_rollout(self.copy_to, rollout_id, plain, lineage=self.lineage, flag="--save-debug-rollout-data")
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -37,7 +36,7 @@ from drivetrain_infra.tracking.jsonl import JsonlTracker, read_metrics
 from drivetrain_infra.wall_clock import WallClock
 from drivetrain_infra.weight_sync.errors import WeightSyncError
 from drivetrain_launcher.config import DrivetrainConfig
-from drivetrain_launcher.preflight import check_lengths, check_vocabulary, preflight, unwritable
+from drivetrain_launcher.preflight import check_lengths, check_vocabulary, preflight, unwritable, wall_clock
 from drivetrain_launcher.recipes import arithmetic
 from drivetrain_launcher.resuming import Begin, begin_at, facts, find_point, lineage
 from drivetrain_launcher.rewards import Reward, load_reward
@@ -122,17 +121,17 @@ def run_train(request: Request, stopping: Stopping) -> int:
             stack.enter_context(_removed_if_refused(made))
         try:
             stages = prepare(request, folder, console, made=made)
-            clock = _wall_clock(stages[-1].config)
         except DataError as error:  # nothing is started yet, which is what the exit code of a ConfigError says
             raise ConfigError(str(error)) from error
     if request.dry_run:
         console.print("everything that can be checked is right; nothing was started")
         return 0
-    if _has_nothing_left(stages[0]):
+    if len(stages) == 1 and _has_nothing_left(stages[0]):
         console.print(f"nothing is left to do: {folder.root} has all its {stages[0].stop} rollouts")
         return 0
     from drivetrain_launcher.factory import start_cluster
 
+    clock = wall_clock(stages[-1].config)
     with stopping.graceful(), too_late_to_refuse():
         try:
             with stopping.abandoning(), ExitStack() as starting:
@@ -153,7 +152,8 @@ def _run_stages(
 
     for stage, following in zip(stages, [*stages[1:], None]):
         open_folder(stage)  # not before this run holds the folder's lock
-        reason = run_stage(stage, console, stopping, clock)
+        # it may have ended without having been exported
+        reason = COMPLETED if _has_nothing_left(stage) else run_stage(stage, console, stopping, clock)
         if reason != COMPLETED:
             _say_stopped(stage, reason, console)
             return 0
@@ -176,14 +176,9 @@ def _say_stopped(stage: PreparedStage, reason: str, console: Console) -> None:
     console.print(f"stopped by {reason}: {where}; run the same command again to go on", markup=False)
 
 
-def _wall_clock(config: DrivetrainConfig) -> WallClock:
-    explicit = [name for name, source in config.sources.items() if source != "default"]
-    return WallClock.of(config.survival, os.environ, explicit)
-
-
 def _has_nothing_left(stage: PreparedStage) -> bool:
     plan = stage.plan
-    return stage.begin.in_place and plan.start == plan.stop and not plan.evaluate_start
+    return stage.begin.checkpoint is not None and plan.start == plan.stop and not plan.evaluate_start
 
 
 def open_folder(stage: PreparedStage) -> None:
@@ -280,7 +275,7 @@ def prepare_stage(
     if by_default:
         config, start_from = _in_fp32(config), _in_fp32(start_from) if start_from else None
     point = find_point(config, folder)
-    for note in preflight(config, resumes=point is not None):
+    for note in preflight(config, resumes=point is not None and point.checkpoint is not None):
         console.print(f"note: {note}", markup=False)
     from drivetrain_launcher.data import PromptDataset, sft_samples
     from drivetrain_launcher.factory import engine_environment, worker_environment
@@ -307,7 +302,7 @@ def prepare_stage(
     stop = _num_rollouts(config, len(dataset))
     config = _resolved(_absolute(start_from or config), stop)
     begin = begin_at(config, folder, point)
-    if begin.start >= stop and not (begin.in_place and begin.start == stop):
+    if begin.start >= stop and not (begin.checkpoint is not None and begin.start == stop):
         raise ConfigError(
             f"{begin.load} was trained on {begin.start} rollouts already, and --num-rollout (or --num-epoch) ends the "
             f"run at {stop}; raise it above {begin.start}"

@@ -8,7 +8,9 @@ import os
 from pathlib import Path
 
 from drivetrain_backend_api import ConfigError, OptionGroup, options
+from drivetrain_infra.rollout_files import rollout_file
 from drivetrain_infra.tracking.wandb import login_finding
+from drivetrain_infra.wall_clock import WallClock
 from drivetrain_launcher.arguments import unavailable
 from drivetrain_launcher.config import DrivetrainConfig
 from drivetrain_launcher.preflight.checkpoint import checkpoint_findings, find_load, resolve_load
@@ -27,6 +29,7 @@ __all__ = [
     "preflight",
     "resolve_load",
     "unwritable",
+    "wall_clock",
 ]
 
 
@@ -52,6 +55,7 @@ def preflight(config: DrivetrainConfig, *, resumes: bool = False) -> list[str]:
     findings += _batch_findings(config)
     findings += _function_findings(config)
     findings += _debug_findings(config)
+    findings += _clock_findings(config)
     findings += _tracking_findings(config)
     if not unusable:
         size = run_size(config)
@@ -80,6 +84,24 @@ def _capability_findings(config: DrivetrainConfig) -> list[str]:
     if train.opd_teacher_load is not None and not claimed.teacher:
         findings.append(f"--opd-teacher-load: --train-backend {backend.name} keeps no teacher; use another backend")
     return findings
+
+
+def wall_clock(config: DrivetrainConfig) -> WallClock:
+    """Return the clock of this start of the command.
+
+    Raises:
+        ConfigError: the times that options and environment give cannot be read, or make no sense together.
+    """
+    explicit = [name for name, source in config.sources.items() if source != "default"]
+    return WallClock.of(config.survival, os.environ, explicit)
+
+
+def _clock_findings(config: DrivetrainConfig) -> list[str]:
+    try:
+        wall_clock(config)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
 
 
 def _tracking_findings(config: DrivetrainConfig) -> list[str]:
@@ -129,9 +151,20 @@ def _batch_findings(config: DrivetrainConfig) -> list[str]:
 def _debug_findings(config: DrivetrainConfig) -> list[str]:
     """Return what runs without engines, or without train workers, cannot do."""
     rollout, findings = config.rollout, []
-    replay = rollout.load_debug_rollout_data
+    replay, copies = rollout.load_debug_rollout_data, rollout.save_debug_rollout_data
     if replay is not None and not Path(replay).is_dir():
         findings.append(f"--load-debug-rollout-data {replay}: no such folder; give one with rollout_N.pt files")
+    elif replay is not None and config.loop.num_rollout is not None:
+        files = (rollout_file(Path(replay), one) for one in range(config.loop.num_rollout))
+        last = rollout_file(Path(replay), config.loop.num_rollout - 1)
+        if not last.exists():
+            there = sum(one.exists() for one in files)
+            findings.append(
+                f"--load-debug-rollout-data {replay}: holds {there} of the {config.loop.num_rollout} rollouts of "
+                f"--num-rollout, and not {last.name}; lower it, or make the rest"
+            )
+    if copies is not None and (problem := unwritable("--save-debug-rollout-data", Path(copies))):
+        findings.append(problem)
     if rollout.debug_train_only and config.evaluation.eval_prompt_data is not None:
         findings.append("--debug-train-only starts no engines to evaluate with; leave --eval-prompt-data out")
     if rollout.debug_rollout_only and config.evaluation.eval_prompt_data is not None:

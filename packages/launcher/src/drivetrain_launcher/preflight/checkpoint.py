@@ -42,6 +42,8 @@ def resolve_load(backend: BackendSpec, load: str, step: int | None = None) -> Lo
             run has no checkpoint of that number.
     """
     if backend.load_takes_weights_of()(Path(load)):
+        if step is not None:
+            raise DataError(f"{load} is a folder of weights, with no checkpoints to choose from; leave --ckpt-step out")
         return Loaded(folder=Path(load), run=None, rollouts=0)
     checkpoint = resolve_checkpoint(Path(load))
     if step is not None:
@@ -54,6 +56,12 @@ def resolve_load(backend: BackendSpec, load: str, step: int | None = None) -> Lo
     return Loaded(folder=checkpoint, run=checkpoint.parent, rollouts=int(checkpoint.name.removeprefix("iter_")))
 
 
+def load_is_save(config: DrivetrainConfig) -> bool:
+    """Say whether `--load` names the run in `--save`, which goes on from there anyway."""
+    load = config.train.load
+    return load is not None and Path(load).resolve() == Path(config.run_folder.save).resolve()
+
+
 def checkpoint_verifier(config: DrivetrainConfig) -> Callable[[Path], Sequence[str]]:
     """Return what looks for everything wrong with a checkpoint that this run may load."""
     check, full = config.backend.load_check_checkpoint(), config.train.verify_checkpoint
@@ -63,14 +71,17 @@ def checkpoint_verifier(config: DrivetrainConfig) -> Callable[[Path], Sequence[s
 
 def find_load(config: DrivetrainConfig) -> tuple[Loaded | None, list[str]]:
     """Return what `--load` means to a new run, None where that is nothing, and what is wrong with it."""
-    load, stop = config.train.load, config.loop.num_rollout
-    if load is None:
-        return None, []
+    load, stop, step = config.train.load, config.loop.num_rollout, config.run_folder.ckpt_step
+    if load is None or load_is_save(config):
+        if step is None:
+            return None, []
+        save = config.run_folder.save
+        return None, [f"--ckpt-step {step}: --save {save} holds no run; leave it out, or give the folder of the run"]
     if not Path(load).is_dir():
         wrong = "not a folder" if Path(load).exists() else "no such folder"
         return None, [f"--load {load}: {wrong}; give the folder of a run, or of one of its checkpoints"]
     try:
-        loaded = resolve_load(config.backend, load, config.run_folder.ckpt_step)
+        loaded = resolve_load(config.backend, load, step)
     except DataError as error:
         return None, [f"--load {error}"]
     except OSError as error:  # `latest` names what the system cannot look up

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from drivetrain_backend_api import DrivetrainError
+from drivetrain_backend_api.manifest import MANIFEST
 from drivetrain_infra.run_folder import RunFolder
 from drivetrain_launcher.config import DrivetrainConfig
 from drivetrain_launcher.preflight.checkpoint import Loaded
@@ -110,7 +111,7 @@ def _overlap_findings(config: DrivetrainConfig, loaded: Loaded | None) -> list[s
         findings += [
             f"{flag} {folder}: lies in the checkpoint {one}; choose a folder outside of it"
             for one in (real, *real.parents)
-            if one.parent in (run, real_save) and _is_checkpoint(one)
+            if _is_checkpoint(one) and (one.parent in (run, real_save) or (one / MANIFEST).exists())
         ]
     return findings
 
