@@ -21,6 +21,12 @@ TRAINED_BYTES = 16
 OFFLOADED_BYTES = 12
 """Of one parameter on the host where the optimizer is kept there: fp32 weight and both moments."""
 
+STAGED_BYTES = 12
+"""Of one parameter in the copy that is written in the background: fp32 weight and both moments."""
+
+STAGED_WEIGHT_BYTES = 4
+"""The same without the optimizer."""
+
 _CPU_INSTEAD = "put CUDA_VISIBLE_DEVICES= (empty) before the command to run on CPU ranks"
 
 
@@ -77,13 +83,14 @@ def _gpu_findings(config: DrivetrainConfig, size: RunSize) -> Iterator[str]:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def host_memory_need(size: RunSize, *, offloads_optimizer: bool) -> int:
+def host_memory_need(size: RunSize, *, offloads_optimizer: bool, staged_bytes: int = 0) -> int:
     """Return the bytes of host memory below which a run certainly cannot work; activations and buffers come on top.
 
     Args:
         offloads_optimizer: the optimizer is on the host though there are GPUs.
+        staged_bytes: of one parameter in the copy that `--async-save` writes from, 0 without it.
     """
-    processes = (size.ranks + size.engines) * PROCESS_BYTES
+    processes = (size.ranks + size.engines) * PROCESS_BYTES + staged_bytes * size.parameters
     frozen = size.compute_bytes * size.frozen_parameters  # between uses, wherever they are used
     if size.gpus:
         return processes + frozen + (OFFLOADED_BYTES * size.parameters if offloads_optimizer else 0)
@@ -111,7 +118,9 @@ def frozen_notes(config: DrivetrainConfig, size: RunSize) -> list[str]:
 
 def _memory_findings(config: DrivetrainConfig, size: RunSize) -> Iterator[str]:
     available = available_memory()
-    need = host_memory_need(size, offloads_optimizer=config.train.optimizer_cpu_offload)
+    train = config.train
+    staged = (STAGED_WEIGHT_BYTES if train.no_save_optim else STAGED_BYTES) if train.async_save else 0
+    need = host_memory_need(size, offloads_optimizer=train.optimizer_cpu_offload, staged_bytes=staged)
     if available is None or need <= available:
         return
     flags = {
@@ -119,7 +128,9 @@ def _memory_findings(config: DrivetrainConfig, size: RunSize) -> Iterator[str]:
         "--rollout-num-gpus": config.placement.rollout_num_gpus if size.engines else 1,
     }
     fixes = [f"lower {flag} {value}" for flag, value in flags.items() if value > 1]
-    if size.gpus and config.train.optimizer_cpu_offload:
+    if staged:
+        fixes.append("leave --async-save out")
+    if size.gpus and train.optimizer_cpu_offload:
         fixes.append("leave --optimizer-cpu-offload out")
     if (size.ranks + size.engines) * PROCESS_BYTES <= available:
         fixes.append("give a smaller --hf-checkpoint")
