@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 
 from drivetrain_backend_api import ConfigError, OptionGroup, options
-from drivetrain_infra.rollout_files import rollout_file
 from drivetrain_infra.tracking.wandb import login_finding
 from drivetrain_infra.wall_clock import WallClock
 from drivetrain_launcher.arguments import unavailable
@@ -155,6 +154,8 @@ def _debug_findings(config: DrivetrainConfig) -> list[str]:
     if replay is not None and not Path(replay).is_dir():
         findings.append(f"--load-debug-rollout-data {replay}: no such folder; give one with rollout_N.pt files")
     elif replay is not None and config.loop.num_rollout is not None:
+        from drivetrain_infra.rollout_files import rollout_file  # needs torch
+
         files = (rollout_file(Path(replay), one) for one in range(config.loop.num_rollout))
         last = rollout_file(Path(replay), config.loop.num_rollout - 1)
         if not last.exists():
