@@ -603,11 +603,11 @@ def test_chosen_ranks_narrow_the_layouts_and_resharding_is_judged_from_one_rank_
 def test_what_is_not_claimed_is_reported(sessions: dict[str, dict[str, Any]]) -> None:
     session = sessions["report"]
     assert session["code"] == 0, session["output"]
-    assert "not claimed: tp, sp, pp, cp, ep, async_save" in session["output"]
+    assert "not claimed: tp, sp, pp, cp, ep\n" in session["output"]
     (backend,) = session["report"]["backends"]
     assert (backend["backend"], backend["facts"]["distribution"]) == ("fsdp", "drivetrain-backend-fsdp")
-    assert backend["counts"] == {"holds": 0, "broken": 0, "not claimed": 6, "claimed, not judged": 0, "thinned": 0}
-    assert [one["what"] for one in backend["claims"]] == ["tp", "sp", "pp", "cp", "ep", "async_save"]
+    assert backend["counts"] == {"holds": 0, "broken": 0, "not claimed": 5, "claimed, not judged": 0, "thinned": 0}
+    assert [one["what"] for one in backend["claims"]] == ["tp", "sp", "pp", "cp", "ep"]
 
 
 def test_what_pytest_imports_at_every_start_has_no_torch() -> None:
