@@ -198,6 +198,7 @@ def test_a_reward_that_hangs(fail: Callable[..., Failed]) -> None:
     assert f"the newest checkpoint is {failed.run.root}/iter_0000001" in failed.last
 
 
+@pytest.mark.exhaustive
 def test_a_save_folder_that_is_removed(fail: Callable[..., Failed]) -> None:
     failed = fail("--reward", "troubles:removes_the_run_folder")
     root = failed.run.root
@@ -248,6 +249,7 @@ def may_mount() -> bool:
         return False
 
 
+@pytest.mark.exhaustive
 def test_a_disk_that_is_full_while_saving(fail: Callable[..., Failed]) -> None:
     if may_mount():
         failed = fail("--algorithm", "sft", command=on_a_small_disk)
@@ -291,6 +293,7 @@ class Careless(TransformersEngine):
 """
 
 
+@pytest.mark.exhaustive
 def test_an_engine_of_another_wheel_that_returns_wrong_shapes(
     fail: Callable[..., Failed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

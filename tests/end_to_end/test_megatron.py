@@ -96,6 +96,7 @@ def test_the_exported_model_moved_in_every_tensor(exported: Path, sums: Path) ->
     assert [name for name in before if torch.equal(before[name], after[name])] == []
 
 
+@pytest.mark.exhaustive
 def test_both_backends_take_the_same_steps_from_the_exported_weights(
     drivetrain: Command, exported: Path, folder: Path, sums: Path
 ) -> None:

@@ -132,6 +132,7 @@ def _no_process_is_left() -> Iterator[None]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_continues_from_a_checkpoint_of_another_layout(
     drivetrain: Command, metrics: list[dict[str, Any]], folder: Path, train_words: Callable[..., list[str]]
 ) -> None:
@@ -144,6 +145,7 @@ def test_a_run_continues_from_a_checkpoint_of_another_layout(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_same_run_twice_gives_the_same_metrics(
     drivetrain: Command, folder: Path, train_words: Callable[..., list[str]]
 ) -> None:

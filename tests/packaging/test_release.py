@@ -171,6 +171,7 @@ def test_an_eighth_abstract_method_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_dry_run_of_a_new_version_leaves_nothing_behind(capsys: pytest.CaptureFixture[str]) -> None:
     before = {one: one.read_bytes() for one in [ROOT / "uv.lock", *ROOT.glob("packages/*/pyproject.toml")]}
     with pytest.raises(PackagingError, match=r"CHANGELOG\.md has no section '## 7\.0\.0'"):

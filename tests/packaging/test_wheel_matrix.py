@@ -43,6 +43,7 @@ def test_what_is_not_as_expected_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_row_trains_from_wheels_and_a_run_that_fails_is_told(tmp_path: Path) -> None:
     wheels = build(tmp_path / "wheels")
     row = next(row for row in ROWS if row.backend == "megatron")
