@@ -112,8 +112,6 @@ def test_a_tracker_that_cannot_close_does_not_keep_the_others_open(tmp_path: Pat
     class Stuck:
         def log(self, rollout_id: int, metrics: object) -> None: ...
 
-        def rewind(self, lines: int) -> None: ...
-
         def close(self) -> None:
             raise OSError("no network")
 
@@ -178,20 +176,6 @@ def test_a_metrics_file_without_the_lines_of_the_checkpoint_is_refused(tmp_path:
     assert (path.read_bytes() if path.exists() else None) == before
 
 
-def test_a_file_is_rewound_to_the_lines_of_a_checkpoint(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    lengths = filled(path, 5)
-    whole = path.read_bytes()
-    tracker = JsonlTracker(path)
-    assert tracker.lines_within(lengths[2]) == 2
-    tracker.rewind(2)
-    assert path.read_bytes() == whole[: lengths[2]]
-    for line in range(2, 5):
-        tracker.log(line, {"x": 10.0**line})
-    tracker.close()
-    assert path.read_bytes() == whole
-
-
 RUN = Path(__file__).with_name("tracked_run.py")
 
 
@@ -237,7 +221,7 @@ def test_runs_killed_offline_and_resumed_are_one_wandb_curve(tmp_path: Path, ser
     # W&B writes its files in blocks, so that a kill takes rows of either process with it
     track(folder, mode="offline", stop=400, killed=200)
     track(folder, mode="offline", keep=150, stop=600, killed=400)
-    run_id = track(folder, mode="offline", keep=590, stop=610, rewind=605)
+    run_id = track(folder, mode="offline", keep=590, stop=610)
     assert {id_of(one) for one in run_folders(folder / "wandb")} == {run_id}
     assert len(run_folders(folder / "wandb")) == 3
     sync(folder)

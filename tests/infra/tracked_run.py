@@ -1,7 +1,7 @@
 """A run reduced to its metrics, for tests that kill and resume it: `tracked_run.py FOLDER JSON`.
 
 JSON: `mode` of W&B, `keep` lines of what is there (null for a new run), `stop` after so many lines, `killed` for an end
-by SIGKILL once W&B's files have more than so many lines, `rewind` to so many lines and on to `stop` again, `resume_id`.
+by SIGKILL once W&B's files have more than so many lines, `resume_id`.
 """
 
 import json
@@ -36,10 +36,6 @@ def main(folder: Path, plan: dict[str, Any]) -> None:
     trackers = Trackers([lines, online])
     for line in range(len(rows), plan["stop"]):
         trackers.log(line // 2, metrics_of(line))
-    if plan.get("rewind") is not None:
-        trackers.rewind(plan["rewind"])
-        for line in range(plan["rewind"], plan["stop"]):
-            trackers.log(line // 2, metrics_of(line))
     if plan.get("killed"):
         deadline = time.monotonic() + 60
         while len(steps_of(folder / "wandb", online.run_id)) <= plan["killed"]:

@@ -20,10 +20,6 @@ class Tracker(Protocol):
         """Record metrics of a rollout: one line more."""
         ...
 
-    def rewind(self, lines: int) -> None:
-        """Go back to what was recorded after `lines` lines: the later ones are recorded again, with the same values."""
-        ...
-
     def close(self) -> None:
         """Flush, and end."""
         ...
@@ -39,11 +35,6 @@ class Trackers:
         """Record metrics of a rollout everywhere."""
         for tracker in self._trackers:
             tracker.log(rollout_id, metrics)
-
-    def rewind(self, lines: int) -> None:
-        """Go back everywhere to what was recorded after `lines` lines."""
-        for tracker in self._trackers:
-            tracker.rewind(lines)
 
     def close(self) -> None:
         """Close all, also where one of them fails to."""

@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +56,6 @@ class JsonlTracker:
         except OSError as error:
             raise self._failure(error) from error
 
-    def lines_within(self, nbytes: int) -> int:
-        """Count the lines in the first `nbytes`, for `rewind`."""
-        return self._path.read_bytes()[:nbytes].count(b"\n")
-
     def log(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
         """Append one line; a value that is not finite becomes null, since JSON has no other word for it.
 
@@ -73,16 +68,6 @@ class JsonlTracker:
             self._append(line.encode())
         except OSError as error:
             raise self._failure(error) from error
-
-    def rewind(self, lines: int) -> None:
-        """Cut off everything behind the first `lines` lines.
-
-        Raises:
-            DrivetrainError: it cannot be cut.
-        """
-        self._stay_in_place()
-        with self._path.open("rb") as file:
-            self._cut(sum(len(line) for line in islice(file, lines)))
 
     def close(self) -> None:
         """Close the file."""

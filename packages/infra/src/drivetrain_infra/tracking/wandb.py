@@ -83,7 +83,7 @@ class WandbTracker:
         self._run.define_metric("rollout_id")
         self._run.define_metric("*", step_metric="rollout_id")
         self._first = _first_step(files, self.run_id, 0 if self.run_id in known else self._run.starting_step)
-        self._sent = steps_of(files, self.run_id) if offline else set(range(self._run.starting_step))
+        self._had = steps_of(files, self.run_id) if offline else set(range(self._run.starting_step))
         self._lines = 0
         for row in rows:
             self._send(row)
@@ -97,10 +97,6 @@ class WandbTracker:
         """Send metrics against the rollout id, unless W&B has this line already."""
         self._send(row_of(rollout_id, metrics))
 
-    def rewind(self, lines: int) -> None:
-        """Go back to the state after `lines` lines; what W&B has of the later ones stands."""
-        self._lines = lines
-
     def close(self) -> None:
         """End the run."""
         self._run.finish()
@@ -108,10 +104,9 @@ class WandbTracker:
     def _send(self, row: Mapping[str, Any]) -> None:
         step = self._first + self._lines
         self._lines += 1
-        if step not in self._sent:
+        if step not in self._had:
             # without `commit` a row with a step waits for the next one
             self._run.log(dict(row), step=step, commit=True)
-            self._sent.add(step)
 
 
 def _first_step(files: Path, run_id: str, default: int) -> int:
