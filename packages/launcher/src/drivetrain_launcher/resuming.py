@@ -56,6 +56,10 @@ def find_point(config: DrivetrainConfig, folder: RunFolder) -> ResumePoint | Non
     Raises:
         ConfigError: its checkpoint is damaged or another backend's, or there is none of that number.
     """
+    try:
+        folder.root.stat()
+    except (OSError, ValueError):  # nothing is there; or it is no usable path, which the preflight says
+        return None
     _require_backend(config, folder)
     try:
         return find_resume(
@@ -99,6 +103,7 @@ def begin_at(config: DrivetrainConfig, folder: RunFolder, point: ResumePoint | N
         return replace(begin, in_place=True, notes=(*notes, *begin.notes), metrics_bytes=0)
     assert point.state is not None
     state = point.state
+    _require_optimizer(state, point.checkpoint, "--save", "begin a new run from")
     begin = Begin(
         load=point.checkpoint,
         finetune=False,
@@ -121,6 +126,7 @@ def _from_load(config: DrivetrainConfig) -> Begin:
     notes: tuple[str, ...] = ()
     if resumes and (loaded.folder / RUN_STATE).exists():
         state = RunState.read(loaded.folder / RUN_STATE)
+        _require_optimizer(state, loaded.folder, "--load", "take")
         now = replace(facts(config), layout=state.layout)
         found = differences(state, now, free_keys(config) | {"load", "finetune"})
         if found:
@@ -134,6 +140,14 @@ def _from_load(config: DrivetrainConfig) -> Begin:
         metrics_bytes=0,
         notes=notes,
     )
+
+
+def _require_optimizer(state: RunState, checkpoint: Path, flag: str, what: str) -> None:
+    if state.options.get(Spelling.KEY.write("no_save_optim")):
+        words = f"its weights alone (--load {checkpoint} --finetune --save NEW)"
+        raise ConfigError(
+            f"{flag} {checkpoint}: was saved with --no-save-optim, so that no run can be resumed from it; {what} {words}"
+        )
 
 
 def _same(config: DrivetrainConfig, saved: RunState) -> list[str]:

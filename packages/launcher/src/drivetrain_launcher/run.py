@@ -275,7 +275,8 @@ def prepare_stage(
     if by_default:
         config, start_from = _in_fp32(config), _in_fp32(start_from) if start_from else None
     point = find_point(config, folder)
-    for note in preflight(config, resumes=point is not None and point.checkpoint is not None):
+    done = point.state.next_rollout_id if point and point.checkpoint and point.state else None
+    for note in preflight(config, resumes_at=done):
         console.print(f"note: {note}", markup=False)
     from drivetrain_launcher.data import PromptDataset, sft_samples
     from drivetrain_launcher.factory import engine_environment, worker_environment

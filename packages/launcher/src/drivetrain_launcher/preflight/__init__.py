@@ -32,11 +32,11 @@ __all__ = [
 ]
 
 
-def preflight(config: DrivetrainConfig, *, resumes: bool = False) -> list[str]:
+def preflight(config: DrivetrainConfig, *, resumes_at: int | None = None) -> list[str]:
     """Check everything that can be checked without starting anything.
 
     Args:
-        resumes: `--save` holds a run that goes on, so that nobody reads `--load`.
+        resumes_at: rollouts of the run in `--save` that goes on, so that nobody reads `--load`; None for a new run.
 
     Returns: what the user should know before it starts, though nothing of it is wrong yet.
 
@@ -49,7 +49,7 @@ def preflight(config: DrivetrainConfig, *, resumes: bool = False) -> list[str]:
     unusable = _path_findings(config)
     findings += unusable
     if not unusable:
-        loaded, in_checkpoint = (None, []) if resumes else find_load(config)
+        loaded, in_checkpoint = (None, []) if resumes_at is not None else find_load(config)
         findings += model_findings(config) + in_checkpoint + prompt_file_findings(config)
     findings += _batch_findings(config)
     findings += _function_findings(config)
@@ -61,7 +61,8 @@ def preflight(config: DrivetrainConfig, *, resumes: bool = False) -> list[str]:
         findings += folder_findings(config, size, loaded) + machine_findings(config, size)
     if findings:
         raise ConfigError("\n".join(dict.fromkeys(findings)))
-    return frozen_notes(config, size) + folder_notes(config, size, loaded)
+    start = resumes_at if resumes_at is not None else loaded.rollouts if loaded is not None else 0
+    return frozen_notes(config, size) + folder_notes(config, size, start)
 
 
 def _plugin_findings(config: DrivetrainConfig) -> list[str]:

@@ -46,10 +46,14 @@ def _socket_findings(save: Path) -> list[str]:
     return []
 
 
-def folder_notes(config: DrivetrainConfig, size: RunSize, loaded: Loaded | None) -> list[str]:
-    """Return what is no error, since a user may remove old checkpoints or make room while the run goes on."""
+def folder_notes(config: DrivetrainConfig, size: RunSize, start: int) -> list[str]:
+    """Return what is no error, since a user may remove old checkpoints or make room while the run goes on.
+
+    Args:
+        start: the first rollout id.
+    """
     save, interval = config.run_folder.save, config.run_folder.save_interval
-    free, count = _free_bytes(Path(save)), _checkpoints(config, loaded)
+    free, count = _free_bytes(Path(save)), _checkpoints(config, start)
     together = count * CHECKPOINT_BYTES * size.parameters
     if free is None or count < 2 or together <= free:
         return []
@@ -157,12 +161,11 @@ def _free_bytes(folder: Path) -> int | None:
     return found.f_bavail * found.f_frsize if found.f_blocks else None
 
 
-def _checkpoints(config: DrivetrainConfig, loaded: Loaded | None) -> int:
+def _checkpoints(config: DrivetrainConfig, start: int) -> int:
     """Count the checkpoints that the run will write, at least: one where its length is not known yet."""
     stop, every = config.loop.num_rollout, config.run_folder.save_interval
     if stop is None or every is None:
         return 1
-    start = 0 if loaded is None else loaded.rollouts
     count = stop // every - start // every + (stop % every > 0)
     keep = config.run_folder.save_max_to_keep
     return count if keep is None else min(count, keep + 1)  # the new one is whole before the oldest goes
