@@ -144,9 +144,9 @@ def _from_load(config: DrivetrainConfig) -> Begin:
 
 def _require_optimizer(state: RunState, checkpoint: Path, flag: str, what: str) -> None:
     if state.options.get(Spelling.KEY.write("no_save_optim")):
-        words = f"its weights alone (--load {checkpoint} --finetune --save NEW)"
         raise ConfigError(
-            f"{flag} {checkpoint}: was saved with --no-save-optim, so that no run can be resumed from it; {what} {words}"
+            f"{flag} {checkpoint}: was saved with --no-save-optim, so that no run can be resumed from it; {what} its "
+            f"weights alone (--load {checkpoint} --finetune --save NEW)"
         )
 
 
