@@ -13,16 +13,22 @@ import socket
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rich.console import Console
+
+from drivetrain_backend_api import TrainConfig
 from drivetrain_backend_api.parallel import Role
 from drivetrain_backend_fsdp.backend import FsdpBackend
 from drivetrain_backend_fsdp.config import FsdpConfig
+from drivetrain_infra.checkpoint_writer import CheckpointWriter
 from drivetrain_infra.run_folder import RunFolder
 from drivetrain_launcher.cli import main
 from drivetrain_launcher.recipes import arithmetic
-from drivetrain_launcher.sources import build_config, config_values, read_request
+from drivetrain_launcher.resuming import facts
+from drivetrain_launcher.run import PreparedStage, open_folder, prepare
+from drivetrain_launcher.sources import read_request
 
 GOOD: Mapping[str, str] = {
     "--train-backend": "fsdp",
@@ -37,6 +43,9 @@ GOOD: Mapping[str, str] = {
     "--save": "new",
 }
 """Flags with which a training could start in a scratch folder."""
+
+LAYOUT = {"world_size": 1, "tp": 1, "pp": 1, "dp": 1, "cp": 1, "ep": 1}
+"""Of one rank."""
 
 PROMPTS = 12
 """Lines of train.jsonl: few, since most tests read them all."""
@@ -58,8 +67,26 @@ def good_words(changes: Mapping[str, str | None] | None = None) -> list[str]:
     return ["train", *words, "--dry-run"]
 
 
+class OneRank:
+    """A train group of one backend in this process, as `CheckpointWriter` knows it."""
+
+    def __init__(self, backend: FsdpBackend) -> None:
+        self._backend = backend
+
+    def begin_save(self, folder: Path) -> None:
+        """Write all of it."""
+        self._backend.save_checkpoint(folder).finalize()
+
+    def poll_save(self) -> bool:
+        """It is written."""
+        return True
+
+    def finish_save(self) -> None:
+        """It is written."""
+
+
 def make_scratch(folder: Path) -> None:
-    """Fill a folder: model/, train.jsonl, and run/, which a real backend of one rank has written a checkpoint into."""
+    """Fill a folder: model/, train.jsonl, and run/, half of a run, whose checkpoint a real backend has written."""
     made = folder / "made"
     arithmetic.make(made, seed=7)
     (made / "model").rename(folder / "model")
@@ -69,14 +96,37 @@ def make_scratch(folder: Path) -> None:
         path.unlink()
     made.rmdir()
     with inside(folder, {}):
-        run = RunFolder(Path("run"))
-        run.create(config_values(build_config(read_request(good_words({"--save": "run"})[1:], {}))))
-        run.metrics.write_text('{"rollout_id": 0, "rollout/reward": 0.5}\n')
-        with _one_rank(FsdpConfig(hf_checkpoint="model", fp32=True)) as backend:
+        stage = prepared("run")
+        with one_rank(FsdpConfig(hf_checkpoint="model", fp32=True)) as backend:
             backend.setup()
-            backend.next_rollout_id = 1
-            with run.new_checkpoint(1) as aside:
-                backend.save_checkpoint(aside).finalize()
+            save_run(stage, backend, [1])
+
+
+def prepared(save: str, *more: str) -> PreparedStage:
+    """Prepare the training that the good flags ask for, in the current folder, as a start of the command does."""
+    words = good_words({"--save": save, **{flag: None for flag in GOOD if flag in more}})[1:-1]
+    request = read_request([*words, *more], os.environ)
+    stages = prepare(request, RunFolder(request.save.absolute()), Console(quiet=True), made=Path("made").absolute())
+    return stages[0]
+
+
+def save_run(stage: PreparedStage, backend: FsdpBackend, rollouts: Sequence[int]) -> None:
+    """Write a run that was killed after its last checkpoint: a line of metrics a rollout, and some checkpoints."""
+    open_folder(stage)
+    folder, state = stage.folder, replace(facts(stage.config), layout=LAYOUT)
+    state.write(folder.state)
+    writer = CheckpointWriter(folder, OneRank(backend))
+    for done in range(1, max(rollouts) + 1):
+        with folder.metrics.open("a") as file:
+            file.write(f'{{"rollout_id": {done - 1}, "rollout/reward": 0.5}}\n')
+        if done in rollouts:
+            backend.next_rollout_id = done
+            read = stage.config.rollout.rollout_batch_size * done
+            size = folder.metrics.stat().st_size
+            writer.begin(
+                replace(state, next_rollout_id=done, weight_version=done + 1, prompts_read=read, metrics_bytes=size)
+            )
+            writer.finish()
 
 
 def run_in(folder: Path, words: Sequence[str], environ: Mapping[str, str] | None = None) -> Ended:
@@ -142,7 +192,9 @@ def inside(folder: Path, environ: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _one_rank(config: FsdpConfig) -> Iterator[FsdpBackend]:
+def one_rank(config: TrainConfig) -> Iterator[FsdpBackend]:
+    """A train backend of one rank in this process, constructed."""
+    assert isinstance(config, FsdpConfig)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

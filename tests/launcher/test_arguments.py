@@ -361,7 +361,8 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
         "--n-samples-per-prompt 0: must be at least 1",
         "--hf-checkpoint is required: Hugging Face model folder to train (config, safetensors, tokenizer)",
         "--prompt-data is required: training prompts, .jsonl or .parquet",
-        "--save is required: folder of the run: checkpoints, metrics, configuration",
+        "--save is required: folder of the run: checkpoints, metrics, configuration; one that holds the run already "
+        "resumes it",
         "give --num-rollout N or --num-epoch N",
     ]
 

@@ -600,7 +600,11 @@ def test_checkpoints_that_do_not_all_fit_are_worth_a_note(folder: Path) -> None:
         "--save-interval 2: the 5000000000000 checkpoints of this run take about 1036.8 TiB together, and the file "
         f"system of --save {folder / 'run'} has "
     )
-    assert found.endswith("free; raise it, or remove old ones in time")
+    assert found.endswith("free; raise it, or give --save-max-to-keep")
+    assert notes(folder, num_rollout=10**13, save_interval=2, save_max_to_keep=3) == []
+    # the new one is whole before the oldest goes
+    (found,) = notes(folder, num_rollout=10**13, save_interval=2, save_max_to_keep=10**12)
+    assert "the 1000000000001 checkpoints of this run" in found
 
 
 def test_a_model_too_large_for_this_machine_is_found_by_its_header_alone(folder: Path) -> None:

@@ -138,15 +138,6 @@ def test_weights_that_have_had_all_epochs_are_refused_before_anything_starts(tmp
         prepare_stage(config, RunFolder(tmp_path / "run"), Console(quiet=True), title="over")
 
 
-def test_an_interrupted_quickstart_is_refused_by_the_name_that_the_user_gave(tmp_path: Path) -> None:
-    request = read_request(["--recipe", "quickstart", "--save", str(tmp_path / "run")], {})
-    (tmp_path / "run" / "warmup").mkdir(parents=True)
-    from drivetrain_launcher.run import run_train
-
-    with pytest.raises(ConfigError, match=f"--save {tmp_path / 'run'}: holds a run that was interrupted"):
-        run_train(request)
-
-
 def test_held_out_sums_are_in_no_training_file(tmp_path: Path) -> None:
     arithmetic.make(tmp_path, seed=7)
     asked = {

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import textwrap
+from contextlib import suppress
 
 import pytest
 
@@ -212,11 +213,13 @@ def test_the_cleaning_up_of_what_was_abandoned_is_not_abandoned() -> None:
 def test_a_stop_passes_through_what_handles_errors() -> None:
     stopping = Stopping()
     stopping.ask("SIGTERM")
-    with pytest.raises(StopRequested) as caught:
-        try:
+
+    def user_code() -> None:
+        with suppress(Exception):
             stopping.check()
-        except Exception:
-            raise AssertionError("a user's `except Exception` took it") from None
+
+    with pytest.raises(StopRequested) as caught:
+        user_code()
     assert caught.value.reason == "SIGTERM"
 
 
@@ -235,9 +238,13 @@ def test_of_several_reasons_the_first_counts(capfd: pytest.CaptureFixture[str]) 
 def test_what_fails_once_a_stop_is_asked_for_is_the_stop() -> None:
     # the signal of a job ends its engines too
     stopping = Stopping()
-    with pytest.raises(StopRequested) as caught, stopping.abandoning():
+
+    def generate() -> None:
         stopping.reason = "SIGTERM"
         raise ValueError("engine-0 died")
+
+    with pytest.raises(StopRequested) as caught, stopping.abandoning():
+        generate()
     assert str(caught.value.__cause__) == "engine-0 died"
 
 
@@ -251,9 +258,13 @@ def test_what_fails_without_a_stop_is_a_failure() -> None:
 def test_what_was_finished_before_anybody_looked_is_stopped_behind_it() -> None:
     stopping = Stopping()
     done = []
-    with pytest.raises(StopRequested), stopping.abandoning():
+
+    def generate() -> None:
         stopping.reason = "SIGTERM"
         done.append("generated")
+
+    with pytest.raises(StopRequested), stopping.abandoning():
+        generate()
     assert done == ["generated"]
 
 
