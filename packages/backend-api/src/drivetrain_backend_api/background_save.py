@@ -149,10 +149,16 @@ class CheckpointSaver:
             self.reserve(pieces)
         assert self._buffer is not None
         buffer = self._buffer
-        copies = together(_told(self._rank, lambda: buffer.copy(pieces)), self._control)
+        copies = together(_told(folder, self._rank, lambda: buffer.copy(pieces)), self._control)
         copied = replace(snapshot, pieces=copies)
-        self._writer = self._writer or Writer(self._device)
-        self._pending = BackgroundSave(folder, self._control, lambda: _write(copied, self._rank, self._group))
+
+        def write() -> None:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # a thread begins with the first
+            _write(copied, self._rank, self._group)
+
+        self._writer = self._writer or Writer()
+        self._pending = BackgroundSave(folder, self._control, write)
         self._writer.begin(self._pending)
         return self._pending
 
@@ -233,11 +239,10 @@ class BackgroundSave(SaveHandle):
 class Writer:
     """The thread that writes: one for all saves, since each new one would take memory of its own from malloc."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Start it. `device` is what training uses."""
+    def __init__(self) -> None:
         self._saves: queue.SimpleQueue[BackgroundSave | None] = queue.SimpleQueue()
         # a daemon, so that a process that has to end at once does
-        self._thread = threading.Thread(target=self._run, args=(device,), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
     def begin(self, save: BackgroundSave) -> None:
@@ -249,9 +254,7 @@ class Writer:
         self._saves.put(None)
         self._thread.join()
 
-    def _run(self, device: torch.device) -> None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # a thread begins with the first
+    def _run(self) -> None:
         while (save := self._saves.get()) is not None:
             save.run()
             del save  # with what it refers to: the next one may be long in coming
@@ -266,23 +269,24 @@ def _write(snapshot: Snapshot, rank: int, group: dist.ProcessGroup | None) -> No
         if rank == 0:
             write_state(folder, snapshot.state)
 
-    together(_told(rank, write_own), group)
+    together(_told(folder, rank, write_own), group)
     write_pieces(folder / TENSORS, snapshot.pieces, group)
-    parts = gathered(together(_told(rank, lambda: records_of(folder, rank)), group), group)
+    parts = gathered(together(_told(folder, rank, lambda: records_of(folder, rank)), group), group)
     records = {name: one for part in parts for name, one in part.items()}
-    together(_told(rank, lambda: write_manifest(folder, records) if rank == 0 else None), group)
+    together(_told(folder, rank, lambda: write_manifest(folder, records) if rank == 0 else None), group)
 
 
-def _told(rank: int, do: Callable[[], T]) -> Callable[[], T]:
-    """Let the other ranks hear of any failure, also of those that `together` does not expect."""
+def _told(folder: Path, rank: int, do: Callable[[], T]) -> Callable[[], T]:
+    """Let the other ranks hear of any failure, also of those that `together` does not expect, with its place."""
 
     def run() -> T:
         try:
             return do()
-        except (DrivetrainError, OSError):
+        except DrivetrainError:
             raise
         except Exception as error:
-            raise DrivetrainError(f"rank {rank}: {type(error).__name__}: {in_one_line(error)}") from error
+            said = f"rank {rank}: {type(error).__name__}: {in_one_line(error)}"
+            raise DrivetrainError(f"writing the checkpoint {folder} failed: {said}") from error
 
     return run
 
