@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drivetrain_backend_api import DataError
+from drivetrain_backend_api import DataError, DrivetrainError
 from drivetrain_backend_api.batch import RolloutBatch
-from drivetrain_infra.rollout_files import load_rollout, rollout_file, save_rollout
+from drivetrain_infra.rollout_files import REMAKE, load_rollout, rollout_file, save_rollout
 from drivetrain_launcher.rollout import Rollout
+
+_GIVE_WHOLE = "give --load-debug-rollout-data a folder that holds it, whole"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +39,10 @@ class RolloutStore:
             DataError: the folder to replay has no such file; or a file is damaged, which names it.
         """
         if self.replay is not None:
-            return _read(rollout_file(self.replay, rollout_id), lineage=None)
-        path = rollout_file(self.folder, rollout_id)
-        return _read(path, lineage=self.lineage) if path.exists() else None
+            return _read(self.replay, rollout_id, fix=_GIVE_WHOLE)
+        if not rollout_file(self.folder, rollout_id).exists():
+            return None
+        return _read(self.folder, rollout_id, fix=REMAKE, lineage=self.lineage)
 
     def save(self, rollout_id: int, rollout: Rollout) -> None:
         """Write a rollout that was made now; durable when it returns.
@@ -50,12 +53,20 @@ class RolloutStore:
         plain = {"batch": rollout.batch.to_plain(), "metrics": dict(rollout.metrics)}
         save_rollout(self.folder, rollout_id, plain, lineage=self.lineage)
         if self.copy_to is not None:
-            self.copy_to.mkdir(parents=True, exist_ok=True)
-            save_rollout(self.copy_to, rollout_id, plain, lineage=self.lineage, flag="--save-debug-rollout-data")
+            flag = "--save-debug-rollout-data"
+            try:
+                self.copy_to.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise DrivetrainError(
+                    f"{flag} {self.copy_to}: cannot be made ({error.strerror}); choose another folder"
+                ) from error
+            save_rollout(self.copy_to, rollout_id, plain, lineage=self.lineage, flag=flag)
 
 
-def _read(path: Path, *, lineage: str | None) -> Rollout | None:
-    found = load_rollout(path)
+def _read(folder: Path, rollout_id: int, *, fix: str, lineage: str | None = None) -> Rollout | None:
+    """Read a rollout; None where it is of another lineage than the one that is wanted."""
+    path = rollout_file(folder, rollout_id)
+    found = load_rollout(path, rollout_id=rollout_id, fix=fix)
     if lineage is not None and found.lineage != lineage:
         return None
     plain: Mapping[str, Any] = found.content
@@ -65,4 +76,4 @@ def _read(path: Path, *, lineage: str | None) -> Rollout | None:
             metrics={str(name): float(value) for name, value in plain["metrics"].items()},
         )
     except (KeyError, TypeError, ValueError, AttributeError, DataError) as error:
-        raise DataError(f"{path} is no rollout ({error}); remove it, so that it is made anew") from error
+        raise DataError(f"{path}: is no rollout ({error}); {fix}") from error

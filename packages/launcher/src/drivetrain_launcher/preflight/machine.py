@@ -3,11 +3,11 @@
 Only for a run that starts Ray here; what a cluster has is known once it answers.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from drivetrain_backend_api.host_memory import available_memory
 from drivetrain_launcher.config import DrivetrainConfig
 from drivetrain_launcher.preflight.size import RunSize, gib, parameters
 
@@ -148,64 +148,3 @@ def _counted(number: int, noun: str) -> str:
 
 def _each(ranks: int) -> str:
     return f"each of {ranks} ranks" if ranks > 1 else "the only rank"
-
-
-def available_memory(root: Path = Path("/")) -> int | None:
-    """Return the bytes that new processes can have here: what is free, swap included, within every control group.
-
-    Args:
-        root: of the file system in which /proc and /sys/fs/cgroup are.
-
-    Returns: None where the system does not say.
-    """
-    found = [one for one in (_free_memory(root), *_within_groups(root)) if one is not None]
-    return min(found, default=None)
-
-
-def _free_memory(root: Path) -> int | None:
-    table = _numbers(root / "proc/meminfo")
-    if "MemAvailable:" in table:
-        return 1024 * (table["MemAvailable:"] + table.get("SwapFree:", 0))
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):  # not a name there
-        return None
-
-
-def _within_groups(root: Path) -> Iterator[int | None]:
-    """Yield what each control group of this process leaves: version 2, and the memory controller of version 1."""
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number == "0" and not controllers:
-            base, limit, usage, prefix = root / "sys/fs/cgroup", "memory.max", "memory.current", ""
-        elif "memory" in controllers.split(","):
-            base, limit, usage = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            prefix = "total_"
-        else:
-            continue
-        group = base / path.lstrip("/")
-        for folder in (group, *group.parents):
-            if base not in (folder, *folder.parents):
-                break
-            yield _left(folder / limit, folder / usage, _numbers(folder / "memory.stat"), prefix)
-
-
-def _left(limit: Path, usage: Path, stat: dict[str, int], prefix: str) -> int | None:
-    allowed, used = _text(limit).strip(), _text(usage).strip()
-    if not (allowed.isdecimal() and used.isdecimal()):  # "max", or no such group here
-        return None
-    reclaimable = stat.get(f"{prefix}inactive_file", 0) + stat.get(f"{prefix}active_file", 0)
-    return max(0, int(allowed) - max(0, int(used) - reclaimable))
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    """Read lines of a name, a number and perhaps a unit."""
-    words = [line.split() for line in _text(path).splitlines()]
-    return {one[0]: int(one[1]) for one in words if len(one) > 1 and one[1].isdecimal()}
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
