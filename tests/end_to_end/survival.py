@@ -122,8 +122,10 @@ class Place:
         return self._straight
 
     def words(self, save: str, *more: str) -> list[str]:
-        """Return the command's words; of a flag that is given twice the last counts."""
-        return [*_WORDS, *BACKENDS[self.backend], "--num-rollout", str(self.num_rollouts), "--save", save, *more]
+        """Return the command's words; further flags stand in place of the same ones of every run."""
+        usual = [*_WORDS, *BACKENDS[self.backend], "--num-rollout", str(self.num_rollouts), "--save", save]
+        given = {_flag(one[0]) for one in _groups(more)}
+        return [word for one in _groups(usual) if _flag(one[0]) not in given for word in one] + list(more)
 
     def copy(self, save: str) -> RunFolder:
         """Copy the straight run, to do something to the copy."""
@@ -204,6 +206,20 @@ class Place:
             "TMPDIR": temp,
             "PYTHONPATH": os.pathsep.join([str(self.folder / "site"), str(self.folder)]),
         }
+
+
+def _groups(words: Iterable[str]) -> list[list[str]]:
+    """Divide words into flags with their values; the command's name comes first."""
+    groups: list[list[str]] = []
+    for word in words:
+        if word.startswith("--") or not groups:
+            groups.append([])
+        groups[-1].append(word)
+    return groups
+
+
+def _flag(word: str) -> str:
+    return word.removeprefix("--").removeprefix("no-")
 
 
 _PLACES: dict[tuple[str, int], Place] = {}
