@@ -187,6 +187,7 @@ def facts(arguments: argparse.Namespace, command: str) -> dict[str, str]:
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "machine": f"{os.cpu_count()} CPUs, {platform.machine()}, {platform.system()}",
         "card": card,
+        "load average before": f"{os.getloadavg()[0]:.1f}",
         "versions": f"{', '.join(f'{one} {version(one)}' for one in names)}, Python {platform.python_version()}",
         "command": f"`{command}`",
     }
