@@ -199,7 +199,7 @@ def test_a_run_whose_disk_was_full_goes_on_once_there_is_room(
     assert (tmp_path / "first.code").read_text() == "1\n", first
     # or what the run writes while that save goes on
     assert re.search(
-        r"drivetrain: error: .*(iter_0000002|rollout 2|metrics).*No space left on device.*make room", first
+        r"drivetrain: error: .*(iter_0000002|rollout_2|metrics).*No space left on device.*make room", first
     )
     full, done = (RunFolder(tmp_path / name) for name in ("FULL", "DONE"))
     assert full.checkpoints() == [1]
