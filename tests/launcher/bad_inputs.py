@@ -8,17 +8,20 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
 
 from scratch import good_words
 
 from drivetrain_backend_api.batch import SampleStatus
+from drivetrain_backend_api.manifest import MANIFEST
+from drivetrain_infra.checkpoint_writer import complete_manifest
 from drivetrain_infra.engines.base import FinishReason, GenerateRequest, Generation, SamplingParams
 from drivetrain_infra.placement import NodeResources, resource_requests
 from drivetrain_infra.placement import preflight as plan_placement
 from drivetrain_infra.run_folder import RunFolder
+from drivetrain_infra.run_state import RUN_STATE, RunState, installed_versions
 from drivetrain_infra.tracking.jsonl import JsonlTracker
 from drivetrain_launcher.custom_generate import CustomGenerate, CustomResponse, Engine
 from drivetrain_launcher.data import Prompt
@@ -91,6 +94,17 @@ def overwrite(name: str, *, at: int, zeros: int) -> Arrange:
     return arrange
 
 
+def flip(name: str) -> Arrange:
+    """Change the middle byte of a file."""
+
+    def arrange(folder: Path) -> None:
+        content = bytearray((folder / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (folder / name).write_bytes(content)
+
+    return arrange
+
+
 def edit_json(name: str, **changes: object) -> Arrange:
     """Change keys of a JSON file; None removes one."""
 
@@ -124,6 +138,75 @@ def parquet(columns: Mapping[str, Sequence[object]]) -> Arrange:
     return arrange
 
 
+def as_saved(**changes: object) -> Arrange:
+    """Let the run's checkpoint have been saved with another state."""
+
+    def arrange(folder: Path) -> None:
+        path = folder / "run/iter_0000001" / RUN_STATE
+        replace(RunState.read(path), **changes).write(path)  # type: ignore[arg-type]
+        listed_anew(path.parent)
+
+    return arrange
+
+
+def edit_state(**changes: object) -> Arrange:
+    """Change fields of the run's newest state, which no longer need to be right."""
+
+    def arrange(folder: Path) -> None:
+        path = folder / "run/resume_state.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return arrange
+
+
+def without_optimizer(folder: Path) -> None:
+    """Let the run's checkpoint say that it was saved with --no-save-optim."""
+    edit_json("run/iter_0000001/trainer_state.json", moments=False)(folder)
+    options = RunState.read(folder / "run/iter_0000001" / RUN_STATE).options
+    as_saved(options={**options, "no-save-optim": True})(folder)
+
+
+def listed_anew(checkpoint: Path) -> None:
+    """Let the manifest list what is there."""
+    (checkpoint / MANIFEST).unlink()
+    complete_manifest(checkpoint)
+
+
+def also_saved(done: int, *, newest: bool = False) -> Arrange:
+    """Let the run have saved another checkpoint, after so many rollouts."""
+
+    def arrange(folder: Path) -> None:
+        checkpoint = folder / f"run/iter_{done:07d}"
+        shutil.copytree(folder / "run/iter_0000001", checkpoint)
+        state = replace(RunState.read(checkpoint / RUN_STATE), next_rollout_id=done, checkpoint=checkpoint.name)
+        state.write(checkpoint / RUN_STATE)
+        listed_anew(checkpoint)
+        if newest:
+            (folder / "run/latest").write_text(checkpoint.name + "\n")
+
+    return arrange
+
+
+def renamed(folder: Path) -> None:
+    """Give the run's checkpoint the name of another."""
+    (folder / "run/iter_0000001").rename(folder / "run/iter_0000002")
+    (folder / "run/latest").write_text("iter_0000002\n")
+
+
+def before_its_first_checkpoint(folder: Path) -> None:
+    """Let the run have been interrupted before it saved anything."""
+    shutil.rmtree(folder / "run/iter_0000001")
+    (folder / "run/latest").unlink()
+    edit_state(next_rollout_id=0, checkpoint=None, prompts_read=0)(folder)
+
+
+def copies(folder: Path) -> None:
+    """Make a folder with files that have names of rollouts."""
+    (folder / "copies").mkdir()
+    for one in range(2):
+        (folder / f"copies/rollout_{one}.pt").touch()
+
+
 HOSTILE = b"cos\nmkdir\n(S'canary'\ntR."
 """A pickle that makes a folder when it is loaded."""
 
@@ -132,6 +215,11 @@ _TWO_RANKS = ("--actor-num-gpus-per-node", "2")
 LAST, BELOW = {"--num-rollout": "1"}, {"--save": "run/iter_0000001/new"}
 
 GOOD_ROW = {"question": "1+1=", "answer": "2"}
+
+
+def resuming(*, changes: Mapping[str, str | None] | None = None, **rest: object) -> BadInput:
+    """A start that goes on with the run in run/."""
+    return BadInput(changes={"--save": "run", **(changes or {})}, **rest)  # type: ignore[arg-type]
 
 
 def flag(*words: str, wrong: str | None = None, **rest: object) -> BadInput:
@@ -692,7 +780,6 @@ REFUSED: Mapping[str, Sequence[BadInput]] = {
         BadInput(wrong="`--save train.jsonl`, a file", changes={"--save": "train.jsonl"}),
         BadInput(wrong="`--save train.jsonl/new`, below a file", changes={"--save": "train.jsonl/new"}),
         BadInput(wrong="`--save /proc/new`, not writable", changes={"--save": "/proc/new"}),
-        BadInput(wrong="`--save run`, which holds a run", changes={"--save": "run"}),
         BadInput(wrong="`--save /`", changes={"--save": "/"}),
         BadInput(wrong="`--save model`, the model's folder", changes={"--save": "model"}),
         BadInput(
@@ -744,8 +831,125 @@ REFUSED: Mapping[str, Sequence[BadInput]] = {
         BadInput(
             wrong="all of its rollouts are done: `--load run --num-rollout 1`", changes=LAST, more=["--load", "run"]
         ),
+        flag("--load", "run", "--ckpt-step", "3", wrong="no such checkpoint"),
+        flag("--finetune", wrong="without `--load`"),
+        BadInput(
+            wrong="it was saved with `--no-save-optim`: `--load run`", more=["--load", "run"], arrange=without_optimizer
+        ),
+        BadInput(
+            wrong="a byte has changed: `--load run --verify-checkpoint`",
+            more=["--load", "run", "--verify-checkpoint"],
+            arrange=flip("run/iter_0000001/dcp/__0_0.distcp"),
+        ),
         BadInput(
             wrong="`--save` in it: `--load run --save run/iter_0000001/new`", changes=BELOW, more=["--load", "run"]
+        ),
+    ),
+    "Going on with the run in `--save`": (
+        resuming(wrong="another learning rate: `--lr 1`", more=["--lr", "1"]),
+        resuming(
+            wrong="two changes of which one is accepted: `--lr 1 --seed 5 --accept-change lr`",
+            more=["--lr", "1", "--seed", "5", "--accept-change", "lr"],
+        ),
+        resuming(wrong="more ranks: `--actor-num-gpus-per-node 2`", more=_TWO_RANKS),
+        resuming(wrong="another `--load` than it began with", more=["--load", "run/iter_0000001"]),
+        resuming(wrong="`--load run --finetune`", more=["--load", "run", "--finetune"]),
+        resuming(wrong="another backend: `--train-backend megatron`", changes={"--train-backend": "megatron"}),
+        resuming(
+            wrong="other prompts in the file",
+            arrange=lines(GOOD_ROW),
+            varying={r"SHA-256 \w+": "SHA-256 ..."},
+        ),
+        resuming(
+            wrong="another model in the folder",
+            arrange=edit_json("model/config.json", initializer_range=0.5),
+            varying={r"SHA-256 \w+": "SHA-256 ..."},
+        ),
+        resuming(
+            wrong="another release of PyTorch",
+            arrange=as_saved(versions={**installed_versions(), "torch": "1.0"}),
+            varying={r"torch \S+ now": "torch 2.11.0 now"},
+        ),
+        resuming(wrong="`--accept-change lrr`: no such option", more=["--accept-change", "lrr"]),
+        flag("--accept-change", "lrr", wrong="no such option, in a new run"),
+        resuming(wrong="`--ckpt-step 3` of a run with one checkpoint", more=["--ckpt-step", "3"]),
+        flag("--ckpt-step", "3", wrong="in a folder without a run"),
+        resuming(
+            wrong="its newest checkpoint is damaged, and there is another",
+            arrange=several(also_saved(0), shorten("run/iter_0000001/trainer_state.json", 5)),
+        ),
+        resuming(
+            wrong="its newest checkpoint is damaged, and there is no other",
+            arrange=shorten("run/iter_0000001/trainer_state.json", 5),
+        ),
+        resuming(
+            wrong="a byte has changed, with `--verify-checkpoint`",
+            more=["--verify-checkpoint"],
+            arrange=flip("run/iter_0000001/dcp/__0_0.distcp"),
+        ),
+        resuming(
+            wrong="a file in the checkpoint that nobody listed",
+            arrange=write("run/iter_0000001/notes.txt", "good"),
+        ),
+        resuming(wrong="no `manifest.json`", arrange=remove("run/iter_0000001/manifest.json")),
+        resuming(wrong="a checkpoint that was renamed", arrange=renamed),
+        resuming(
+            wrong="all its checkpoints are gone", arrange=several(remove("run/iter_0000001"), remove("run/latest"))
+        ),
+        resuming(wrong="what `latest` names is gone", arrange=remove("run/iter_0000001")),
+        resuming(wrong="`resume_state.json` is broken", arrange=write("run/resume_state.json", "{"), cut="is damaged "),
+        resuming(wrong="`resume_state.json` of a later release", arrange=edit_json("run/resume_state.json", schema=99)),
+        resuming(wrong="`resume_state.json` with text for a number", arrange=edit_state(prompts_read="12")),
+        resuming(wrong="it was saved with `--no-save-optim`", arrange=without_optimizer),
+        BadInput(
+            wrong="`--load start` is damaged, and the run was interrupted before its first checkpoint",
+            changes={"--save": "run", "--load": "start"},
+            arrange=several(
+                lambda folder: shutil.copytree(folder / "run", folder / "start"),
+                write("start/iter_0000001/trainer_state.json", "x"),
+                before_its_first_checkpoint,
+            ),
+        ),
+        resuming(
+            wrong="`--ckpt-step 1` of a run that was interrupted before its first checkpoint",
+            more=["--ckpt-step", "1"],
+            arrange=before_its_first_checkpoint,
+        ),
+        BadInput(
+            wrong="it has more rollouts than that: `--num-rollout 1` after 2",
+            changes={"--save": "run", **LAST},
+            arrange=also_saved(2, newest=True),
+        ),
+    ),
+    "Time": (
+        flag("--wall-time-limit", "7w"),
+        flag("--wall-time-reserve=-5m"),
+        flag("--wall-time-limit", "5m", wrong="no longer than the default reserve"),
+        flag("--wall-time-limit", "1h", "--wall-time-reserve", "1h"),
+        variable("WALL_TIME_LIMIT", "soon"),
+        variable("WALL_TIME_RESERVE", "8d"),
+        variable("SLURM_JOB_END_TIME", "5"),
+        variable("SLURM_JOB_END_TIME", "tomorrow"),
+        variable("DRIVETRAIN_WALL_TIME_LIMIT", "5q"),
+    ),
+    "Rollouts of their own": (
+        flag("--debug-train-only"),
+        flag("--load-debug-rollout-data", "absent"),
+        flag("--load-debug-rollout-data", "model", wrong="no rollouts in it"),
+        flag("--debug-rollout-only", "--load-debug-rollout-data", "run"),
+        flag("--save-debug-rollout-data", "run", "--load-debug-rollout-data", "run"),
+        flag("--save-debug-rollout-data", "train.jsonl", wrong="a file"),
+        flag("--save-debug-rollout-data", "/proc/x", wrong="not writable"),
+        flag("--debug-rollout-only", "--eval-prompt-data", "train.jsonl"),
+        BadInput(
+            wrong="`--debug-train-only` with `--eval-prompt-data`",
+            more=["--debug-train-only", "--load-debug-rollout-data", "copies", "--eval-prompt-data", "train.jsonl"],
+            arrange=copies,
+        ),
+        BadInput(
+            wrong="`--algorithm sft --debug-rollout-only`",
+            changes={"--n-samples-per-prompt": "1"},
+            more=["--algorithm", "sft", "--debug-rollout-only"],
         ),
     ),
     "This machine": (

@@ -28,7 +28,7 @@ from drivetrain_launcher.cli import main
 from drivetrain_launcher.recipes import arithmetic
 from drivetrain_launcher.resuming import facts
 from drivetrain_launcher.run import PreparedStage, open_folder, prepare
-from drivetrain_launcher.sources import read_request
+from drivetrain_launcher.sources import config_values, read_request
 
 GOOD: Mapping[str, str] = {
     "--train-backend": "fsdp",
@@ -100,6 +100,9 @@ def make_scratch(folder: Path) -> None:
         with one_rank(FsdpConfig(hf_checkpoint="model", fp32=True)) as backend:
             backend.setup()
             save_run(stage, backend, [1])
+        # which a copy of the folder takes along
+        paths = {"hf-checkpoint": "model", "prompt-data": "train.jsonl", "save": "run"}
+        stage.folder.reopen({**config_values(stage.config), **paths})
 
 
 def prepared(save: str, *more: str) -> PreparedStage:
@@ -156,7 +159,8 @@ def _written(file: io.TextIOWrapper) -> str:
 @contextlib.contextmanager
 def _warnings_to(file: io.TextIOWrapper) -> Iterator[None]:
     """Show what users would see: warnings as lines, not as errors, and the log of transformers beside them."""
-    streams = [one for one in logging.getLogger("transformers").handlers if isinstance(one, logging.StreamHandler)]
+    # pytest's own handlers are of a subclass, and hear of everything
+    streams = [one for one in logging.getLogger("transformers").handlers if type(one) is logging.StreamHandler]
     before = [one.setStream(file) for one in streams]
     try:
         with warnings.catch_warnings():

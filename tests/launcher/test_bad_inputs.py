@@ -22,7 +22,9 @@ INTRODUCTION = f"""\
 
 Each error is one line on stderr that begins with `{PREFIX}`, which is left out below; what is wrong is said at once,
 not one finding a try. Where there is more to know, a last line says in which file the full traceback is. Exit codes:
-0 done; 2 refused before anything was started or written; 1 failed while it ran; 130 interrupted; 143 ended by SIGTERM.
+0 done, or stopped by a signal or the wall time with everything saved; 2 refused before anything was started or written;
+1 failed while it ran; 130, 143 and 138 ended at once by SIGINT, SIGTERM or SIGUSR1, before anything was started or the
+second time ([survival.md](survival.md#signals)); 129 ended by SIGHUP.
 `drivetrain train ... --dry-run` checks all that can be checked and starts nothing.
 
 This page is written by the tests that try each line of it:

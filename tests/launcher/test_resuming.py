@@ -266,7 +266,7 @@ def test_a_checkpoint_without_its_optimizer_can_only_start_another_run(here: Pat
         save_run(stage, backend, [1])
     for words in (["bare"], ["new", "--load", "bare"]):
         (found, *_) = refusal(*words)
-        assert "was saved with --no-save-optim, so no run can be resumed from it" in found
+        assert "was saved with --no-save-optim, so that no run can be resumed from it" in found
         assert "--finetune" in found
     assert begin("new", "--load", "bare", "--finetune").start == 0
 
