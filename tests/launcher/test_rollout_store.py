@@ -111,7 +111,7 @@ def test_a_rollout_under_another_number_is_not_taken_for_it(store: RolloutStore)
 
 def test_a_folder_that_cannot_be_written_is_named_by_its_flag(store: RolloutStore, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(DrivetrainError, match=f"--save {tmp_path / 'file'}: cannot be made be written"):
+    with pytest.raises(DrivetrainError, match=f"--save {tmp_path / 'file'}: rollout_3.pt could not be written"):
         replace(store, folder=tmp_path / "file").save(3, rollout())
     with pytest.raises(DrivetrainError, match=f"--save-debug-rollout-data {tmp_path / 'file'}: cannot be made"):
         replace(store, copy_to=tmp_path / "file").save(3, rollout())

@@ -25,7 +25,7 @@ from drivetrain_launcher.progress import Display
 from drivetrain_launcher.rollout import Generator, Rollout, labelled_rollout
 from drivetrain_launcher.rollout_store import RolloutStore
 from drivetrain_launcher.stopping import Stopping, StopRequested
-from drivetrain_launcher.train_group import TrainGroup
+from drivetrain_launcher.train_group import TRAIN_RANK, TrainGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -122,6 +122,7 @@ def train(run: Run) -> str:
             phases = Phases()
             with phases("rollout"):
                 rollout = make_rollout(run, rollout_id)
+            note_saved(run, pace, run.writer.poll())
             with phases("train"):
                 steps = train_on(run, rollout_id, rollout)
             done, prompts_read = rollout_id + 1, run.prompts.read
@@ -129,14 +130,14 @@ def train(run: Run) -> str:
             log(run, rollout_id, rollout, steps, phases, pace)
             run.divergence.check(rollout_id, steps)
             if plan.saves_after(rollout_id):
-                note_saved(run, pace, run.writer.begin(state_after(run, done, prompts_read)))
+                save(run, pace, state_after(run, done, prompts_read))
             if plan.evaluates_after(rollout_id):
                 evaluate(run, done)
             pace.stepped(phases)
     except StopRequested as stop:
         reason = stop.reason
         if done > plan.start and not plan.saves_after(done - 1):
-            note_saved(run, pace, run.writer.begin(state_after(run, done, prompts_read)))
+            save(run, pace, state_after(run, done, prompts_read))
     except Exception as error:
         keep_save(run, error)
         raise
@@ -178,7 +179,9 @@ def make_rollouts(
 
 def keep_save(run: Run, error: Exception) -> None:
     """Finish the save that goes on while the run fails, if the train workers are there to do it."""
-    if isinstance(error, LostProcessError | WeightSyncError):
+    if (isinstance(error, LostProcessError) and error.who.startswith(TRAIN_RANK)) or (
+        isinstance(error, WeightSyncError) and error.rank is not None
+    ):
         run.writer.abandon()
         return
     try:
@@ -299,6 +302,12 @@ def state_after(run: Run, next_rollout_id: int, prompts_read: int) -> RunState:
         lost_since=run.divergence.since,
         wall_seconds=run.state.wall_seconds + run.clock.elapsed,
     )
+
+
+def save(run: Run, pace: "Pace", state: RunState) -> None:
+    """Begin a checkpoint; one that is not written in the background is durable when this returns."""
+    note_saved(run, pace, run.writer.begin(state))
+    note_saved(run, pace, run.writer.poll())
 
 
 def note_saved(run: Run, pace: "Pace", saved: Saved | None) -> None:

@@ -14,6 +14,9 @@ from drivetrain_backend_api.packing import Batching, RolloutShard
 from drivetrain_infra.calls import gather
 from drivetrain_infra.process_groups import ProcessGroupManager
 
+TRAIN_RANK = "train rank"
+"""What messages call a train worker, before its number."""
+
 _SIGNAL_SECONDS = 2.0
 """How long to wait for the answer of workers that have nothing else to do."""
 
@@ -46,13 +49,13 @@ class TrainGroup:
         stored = [ray.put(shard) for shard in shards]
         results = gather(
             {
-                f"train rank {rank}": worker.train.remote(rollout_id, stored[self.ranks.dp_rank(rank)])
+                f"{TRAIN_RANK} {rank}": worker.train.remote(rollout_id, stored[self.ranks.dp_rank(rank)])
                 for rank, worker in enumerate(self.workers)
             },
             what=f"training on rollout {rollout_id}",
             seconds=None,
         )
-        steps: list[dict[str, float]] = results["train rank 0"]
+        steps: list[dict[str, float]] = results[f"{TRAIN_RANK} 0"]
         return steps
 
     def begin_save(self, folder: Path) -> None:
@@ -74,11 +77,11 @@ class TrainGroup:
         for one in ready:
             with suppress(RayError):  # that a worker is gone is said by whoever needs it
                 if name := ray.get(one):
-                    return f"{name} to train rank {calls[one]}"
+                    return f"{name} to {TRAIN_RANK} {calls[one]}"
         return None
 
     def _gather(self, method: str, *arguments: Any, what: str) -> list[Any]:
-        names = [f"train rank {rank}" for rank in range(len(self.workers))]
+        names = [f"{TRAIN_RANK} {rank}" for rank in range(len(self.workers))]
         calls = {
             name: getattr(worker, method).remote(*arguments) for name, worker in zip(names, self.workers, strict=True)
         }
@@ -96,7 +99,7 @@ def setup_train_group(workers: Sequence[Any], *, seconds: float) -> TrainGroup:
     Raises:
         DrivetrainError: a rank failed, or the ranks disagree on the next rollout id.
     """
-    names = [f"train rank {rank}" for rank in range(len(workers))]
+    names = [f"{TRAIN_RANK} {rank}" for rank in range(len(workers))]
     opened = gather(
         {names[0]: workers[0].open_rendezvous.remote()},
         what="starting the train workers",

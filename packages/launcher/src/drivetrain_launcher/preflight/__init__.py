@@ -79,6 +79,8 @@ def _capability_findings(config: DrivetrainConfig) -> list[str]:
             f"--train-backend {backend.name} does not compute in {train.precision}; "
             f"give {' or '.join('--' + one for one in claimed.precisions)}"
         )
+    if train.async_save and not claimed.async_save:
+        findings.append(f"--async-save: --train-backend {backend.name} does not save in the background; leave it out")
     if train.ref_load is not None and not claimed.reference:
         findings.append(f"--ref-load: --train-backend {backend.name} keeps no reference; use another backend")
     if train.opd_teacher_load is not None and not claimed.teacher:
