@@ -22,8 +22,9 @@ from drivetrain_infra.run_state import RUN_STATE, RunState
 from drivetrain_launcher.arguments import Surface, load_surface
 from drivetrain_launcher.config import DrivetrainConfig
 from drivetrain_launcher.resuming import Begin, begin_at, facts, find_point, free_keys, lineage
-from drivetrain_launcher.run import PreparedStage, first_state, open_folder, prepare
+from drivetrain_launcher.run import PreparedStage, first_state, open_folder, prepare, run_train
 from drivetrain_launcher.sources import config_values, read_request
+from drivetrain_launcher.stopping import Stopping
 
 READ = int(GOOD["--rollout-batch-size"])
 """Prompts that a rollout reads."""
@@ -549,6 +550,42 @@ def test_a_quickstart_goes_on_in_the_stage_that_was_interrupted(tmp_path: Path) 
     facts(main.config).write(main.folder.state)
     (main,) = quickstart(folder)
     assert main.begin.in_place
+
+
+class StartedError(Exception):
+    """Ray was to be started."""
+
+
+@pytest.fixture
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*_: object, **__: object) -> None:
+        raise StartedError
+
+    monkeypatch.setattr("drivetrain_launcher.factory.start_cluster", started)
+
+
+@pytest.mark.usefixtures("no_cluster")
+def test_a_warm_up_that_ended_and_was_not_exported_is_not_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    warm_up, _ = quickstart(folder)
+    with one_rank(warm_up.train) as backend:
+        backend.setup()
+        save_run(warm_up, backend, [warm_up.stop])
+    words = ["--train-backend", "fsdp", "--recipe", "quickstart", "--save", str(folder)]
+    with pytest.raises(StartedError):
+        run_train(read_request(words, {}), Stopping())
+    assert "nothing is left to do" not in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("no_cluster")
+def test_a_run_with_nothing_left_says_so_and_starts_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [one for flag, value in {**GOOD, "--save": "run"}.items() for one in (flag, value)]
+    assert run_train(read_request(words, {}), Stopping()) == 0
+    assert f"nothing is left to do: {here / 'run'} has all its 2 rollouts" in capsys.readouterr().out
+    with pytest.raises(StartedError):
+        run_train(read_request([*words[:-2], "--save", "new"], {}), Stopping())
 
 
 def test_a_warm_up_whose_settings_were_changed_is_not_gone_on_with(tmp_path: Path) -> None:
