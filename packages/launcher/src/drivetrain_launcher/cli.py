@@ -61,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None and code != 0:  # then this process is the command's own
         if arguments[:1] == ["train"]:
             from drivetrain_infra.guard import end_children
+            from drivetrain_infra.tracking.wandb import tear_down
 
+            tear_down()
             end_children()  # what a user's code has started and left behind
         _end_though_threads_hang(code)
     return code

@@ -103,7 +103,6 @@ def begin_at(config: DrivetrainConfig, folder: RunFolder, point: ResumePoint | N
         return replace(begin, in_place=True, notes=(*notes, *begin.notes), metrics_bytes=0)
     assert point.state is not None
     state = point.state
-    _require_optimizer(state, point.checkpoint, "--save", "begin a new run from")
     begin = Begin(
         load=point.checkpoint,
         finetune=False,
@@ -116,6 +115,17 @@ def begin_at(config: DrivetrainConfig, folder: RunFolder, point: ResumePoint | N
     return replace(begin, notes=tuple(notes))
 
 
+def require_optimizer(begin: Begin) -> None:
+    """Refuse to go on from a checkpoint that was saved without its optimizer."""
+    if begin.state is None or not begin.state.options.get(Spelling.KEY.write("no_save_optim")):
+        return
+    flag, what = ("--save", "begin a new run from") if begin.in_place else ("--load", "take")
+    raise ConfigError(
+        f"{flag} {begin.load}: was saved with --no-save-optim, so that no run can be resumed from it; {what} its "
+        f"weights alone (--load {begin.load} --finetune --save NEW)"
+    )
+
+
 def _from_load(config: DrivetrainConfig) -> Begin:
     train, step = config.train, config.run_folder.ckpt_step
     if train.load is None or load_is_save(config):
@@ -126,7 +136,6 @@ def _from_load(config: DrivetrainConfig) -> Begin:
     notes: tuple[str, ...] = ()
     if resumes and (loaded.folder / RUN_STATE).exists():
         state = RunState.read(loaded.folder / RUN_STATE)
-        _require_optimizer(state, loaded.folder, "--load", "take")
         now = replace(facts(config), layout=state.layout)
         found = differences(state, now, free_keys(config) | {"load", "finetune"})
         if found:
@@ -140,14 +149,6 @@ def _from_load(config: DrivetrainConfig) -> Begin:
         metrics_bytes=0,
         notes=notes,
     )
-
-
-def _require_optimizer(state: RunState, checkpoint: Path, flag: str, what: str) -> None:
-    if state.options.get(Spelling.KEY.write("no_save_optim")):
-        raise ConfigError(
-            f"{flag} {checkpoint}: was saved with --no-save-optim, so that no run can be resumed from it; {what} its "
-            f"weights alone (--load {checkpoint} --finetune --save NEW)"
-        )
 
 
 def _same(config: DrivetrainConfig, saved: RunState) -> list[str]:

@@ -38,7 +38,7 @@ from drivetrain_infra.weight_sync.errors import WeightSyncError
 from drivetrain_launcher.config import DrivetrainConfig
 from drivetrain_launcher.preflight import check_lengths, check_vocabulary, preflight, unwritable, wall_clock
 from drivetrain_launcher.recipes import arithmetic
-from drivetrain_launcher.resuming import Begin, begin_at, facts, find_point, lineage
+from drivetrain_launcher.resuming import Begin, begin_at, facts, find_point, lineage, require_optimizer
 from drivetrain_launcher.rewards import Reward, load_reward
 from drivetrain_launcher.sources import Request, Stage, build_config, config_values
 from drivetrain_launcher.stopping import Stopping, StopRequested
@@ -308,6 +308,8 @@ def prepare_stage(
             f"{begin.load} was trained on {begin.start} rollouts already, and --num-rollout (or --num-epoch) ends the "
             f"run at {stop}; raise it above {begin.start}"
         )
+    if begin.start < stop:
+        require_optimizer(begin)
     for note in begin.notes:
         console.print(f"{title}: {note}", markup=False)
     if by_default:

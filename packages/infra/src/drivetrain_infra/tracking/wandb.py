@@ -2,6 +2,8 @@
 
 import configparser
 import netrc
+import sys
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ _PUBLIC = ("api.wandb.ai", "api.forge.coreweave.com", "forge.coreweave.com")
 
 _LOGIN_VARIABLES = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "SM_TRAINING_ENV")
 """Environment variables of which each may be a login by itself; the last is there where SageMaker may bring one."""
+
+_TEARDOWN_SECONDS = 10.0
 
 _SAGEMAKER = "/opt/ml/input/config/hyperparameters.json"
 """A file that is there where SageMaker may bring a login."""
@@ -117,6 +121,15 @@ def _first_step(files: Path, run_id: str, default: int) -> int:
     if default:
         note.write_text(f"{default}\n")
     return default
+
+
+def tear_down() -> None:
+    """End W&B's own process, if this one has started it; whoever kills it instead makes W&B print a traceback."""
+    module = sys.modules.get("wandb")
+    if module is not None:
+        thread = threading.Thread(target=module.teardown, name="W&B teardown", daemon=True)
+        thread.start()
+        thread.join(_TEARDOWN_SECONDS)
 
 
 def login_finding(config: TrackingConfig, environ: Mapping[str, str]) -> str | None:
