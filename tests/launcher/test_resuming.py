@@ -270,6 +270,8 @@ def test_a_checkpoint_without_its_optimizer_can_only_start_another_run(here: Pat
         assert "was saved with --no-save-optim, so that no run can be resumed from it" in found
         assert "--finetune" in found
     assert begin("new", "--load", "bare", "--finetune").start == 0
+    # a run that has all its rollouts needs no optimizer to say so
+    assert prepared("bare", "--num-rollout", "1", "--no-save-optim").plan.start == 1
 
 
 # -- in place, before the first checkpoint -----------------------------------------------------------------------------
