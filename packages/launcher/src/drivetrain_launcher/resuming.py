@@ -14,12 +14,16 @@ from drivetrain_backend_api import ConfigError, DataError
 from drivetrain_infra.resume import ResumePoint, differences, find_resume, require_same
 from drivetrain_infra.run_folder import RunFolder
 from drivetrain_infra.run_state import RUN_STATE, RunState, installed_versions
+from drivetrain_infra.tracking.jsonl import require_lines
 from drivetrain_launcher.arguments import Spelling, Surface
 from drivetrain_launcher.config import DrivetrainConfig
 from drivetrain_launcher.preflight.checkpoint import checkpoint_verifier, load_is_save, resolve_load
 from drivetrain_launcher.sources import config_values
 
-_READ_BYTES = 1024**2
+_WEIGHTS = (".safetensors",)
+
+_SMALL_FILES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
+"""Configuration, tokenizer, vocabulary and chat template."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +115,7 @@ def begin_at(config: DrivetrainConfig, folder: RunFolder, point: ResumePoint | N
         in_place=True,
         metrics_bytes=_metrics_bytes(folder, state),
     )
+    require_lines(folder.metrics, begin.metrics_bytes)
     notes.append(f"going on from {point.checkpoint}, after {state.next_rollout_id} rollouts")
     return replace(begin, notes=tuple(notes))
 
@@ -216,10 +221,11 @@ def free_keys(config: DrivetrainConfig) -> set[str]:
 
 
 def _describe_model(folder: Path) -> bytes:
-    """Return the configuration, and names and sizes of the weight files: a fingerprint that needs no long reading."""
-    config = folder / "config.json"
-    weights = sorted((one.name, one.stat().st_size) for one in folder.glob("*.safetensors"))
-    return (config.read_bytes() if config.is_file() else b"") + json.dumps(weights).encode()
+    """Return what configures model and tokenizer, and names and sizes of the weights, which are too long to be read."""
+    files = sorted(one for one in folder.glob("*") if one.suffix in (*_WEIGHTS, *_SMALL_FILES) and one.is_file())
+    return json.dumps(
+        [(one.name, one.stat().st_size, None if one.suffix in _WEIGHTS else _digest(one).hex()) for one in files]
+    ).encode()
 
 
 def _digest(path: Path) -> bytes:

@@ -162,10 +162,10 @@ def _run_stages(
             export = stage.config.backend.load_export_checkpoint()
             export(stage.folder.latest(), Path(stage.config.train.hf_checkpoint), model)
             console.print(f"{stage.title} ended; {following.title} starts from {model}")
-    console.print(f"metrics: {folder.metrics}")
     if stages[-1].config.rollout.debug_rollout_only:
         console.print(f"rollouts: {folder.rollouts}")
     else:
+        console.print(f"metrics: {folder.metrics}")
         console.print(f"to use the model: drivetrain export {folder.root} --out HF_DIR")
     return 0
 
@@ -554,9 +554,13 @@ def _has_evaluated(folder: RunFolder, begin: Begin) -> bool:
     try:
         with folder.metrics.open("rb") as file:
             lines = file.read(begin.metrics_bytes).splitlines()
+        rows = [json.loads(line) for line in lines[-2:]]  # the last rollout's, and what came after it
     except OSError:
         return False
-    rows = [json.loads(line) for line in lines[-2:]]  # the last rollout's, and what came after it
+    except ValueError as error:
+        raise DataError(
+            f"{folder.metrics}: is damaged ({error}); put the file back that was there, or begin a new run"
+        ) from error
     return any(row.get("rollout_id") == begin.start and "eval/reward" in row for row in rows)
 
 

@@ -32,7 +32,7 @@ class JsonlTracker:
         """
         self._path = path
         if keep_bytes is not None:
-            _require_lines(path, keep_bytes)
+            require_lines(path, keep_bytes)
         try:
             self._file = path.open("ab", buffering=0)
             # open, so that no other folder gets its number
@@ -110,7 +110,13 @@ class JsonlTracker:
         )
 
 
-def _require_lines(path: Path, nbytes: int) -> None:
+def require_lines(path: Path, nbytes: int) -> None:
+    """Refuse a file that does not hold this many bytes of whole lines any more.
+
+    Raises:
+        DataError: with the way out.
+        DrivetrainError: it cannot be read.
+    """
     try:
         kept = path.read_bytes()[:nbytes]
     except FileNotFoundError:
