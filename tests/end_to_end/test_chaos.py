@@ -116,7 +116,7 @@ def go_through(place: Place, name: str, cards: Sequence[Blow], rng: random.Rando
         blows, restarts = first_start(waiting, rng) if waiting else ([], 0)
         flags = ("--max-restarts", str(restarts), "--max-engine-restarts", "9", "--save-max-to-keep", "3")
         finished = place.train(run.root.name, *flags, blows=blows)
-        said += [f"{one['signal']} of the {one['victim']}: {one['where']}" for one in finished.hits]
+        said += [f"{one['signal']} to the {one['victim']}: {short(one['where'])}" for one in finished.hits]
         for one in finished.hits:
             if blows[one["number"]] in waiting:
                 waiting.remove(blows[one["number"]])
@@ -129,6 +129,11 @@ def go_through(place: Place, name: str, cards: Sequence[Blow], rng: random.Rando
             return said
         number += 1
     raise AssertionError(f"not hit in {number} runs: {waiting}")
+
+
+def short(where: str) -> str:
+    """Leave out of paths what differs between rounds that are alike."""
+    return re.sub(r"\d{2,}", "N", re.sub(r"/\S+/(?=iter_|rollout_|\.|latest|resume_state)", "", where))
 
 
 @pytest.fixture
