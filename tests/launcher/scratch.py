@@ -24,10 +24,11 @@ from drivetrain_backend_fsdp.backend import FsdpBackend
 from drivetrain_backend_fsdp.config import FsdpConfig
 from drivetrain_infra.checkpoint_writer import CheckpointWriter
 from drivetrain_infra.run_folder import RunFolder
+from drivetrain_infra.run_state import RunState
 from drivetrain_launcher.cli import main
 from drivetrain_launcher.recipes import arithmetic
-from drivetrain_launcher.resuming import facts
-from drivetrain_launcher.run import PreparedStage, open_folder, prepare
+from drivetrain_launcher.resuming import facts, lineage
+from drivetrain_launcher.run import PreparedStage, first_state, open_folder, prepare
 from drivetrain_launcher.sources import config_values, read_request
 
 GOOD: Mapping[str, str] = {
@@ -113,10 +114,16 @@ def prepared(save: str, *more: str) -> PreparedStage:
     return stages[0]
 
 
+def state_at_start(stage: PreparedStage) -> RunState:
+    """Return the state that a start of the command writes before its first rollout."""
+    base = facts(stage.config)
+    return replace(first_state(base, stage.begin, lineage(stage.config, stage.begin, base)), layout=LAYOUT)
+
+
 def save_run(stage: PreparedStage, backend: FsdpBackend, rollouts: Sequence[int]) -> None:
     """Write a run that was killed after its last checkpoint: a line of metrics a rollout, and some checkpoints."""
-    open_folder(stage)
-    folder, state = stage.folder, replace(facts(stage.config), layout=LAYOUT)
+    stage = open_folder(stage)
+    folder, state = stage.folder, state_at_start(stage)
     state.write(folder.state)
     writer = CheckpointWriter(folder, OneRank(backend))
     for done in range(1, max(rollouts) + 1):

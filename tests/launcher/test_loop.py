@@ -9,14 +9,14 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
-from scratch import LAYOUT, OneRank, inside, one_rank, prepared
+from scratch import OneRank, inside, one_rank, prepared, state_at_start
 from transformers import AutoTokenizer
 
 from drivetrain_backend_api import ALGORITHMS, DrivetrainError, TrainConfig, load_implementation
@@ -39,7 +39,6 @@ from drivetrain_launcher.engine_pool import EnginePool
 from drivetrain_launcher.loop import COMPLETED, Divergence, Pace, Phases, Plan, Run, train
 from drivetrain_launcher.progress import Display
 from drivetrain_launcher.response_checks import ResponseLimits
-from drivetrain_launcher.resuming import facts, lineage
 from drivetrain_launcher.rewards import Reward, RewardInput
 from drivetrain_launcher.rollout import Generator
 from drivetrain_launcher.rollout_store import RolloutStore
@@ -204,12 +203,12 @@ class Place:
     def start(self, stack: ExitStack, *more: str, most_restarts: int = 3) -> Run:
         """Assemble a start of the command, which goes on where the run stopped."""
         stage = prepared("run", "--num-rollout", str(STOP), "--eval-prompt-data", "held_out.jsonl", *more)
-        open_folder(stage)
+        stage = open_folder(stage)
         config, begin = stage.config, stage.begin
         backend = stack.enter_context(one_rank(stage.train))
         backend.setup()
         trainer = Trainer(backend, load_implementation(ALGORITHMS, config.algorithm)(config.algorithm_options))
-        state = replace(begin.state or facts(config), layout=LAYOUT)
+        state = state_at_start(stage)
         prompts = PromptSource(stage.dataset, shuffle=False, seed=config.train.seed)
         prompts.next_prompts(state.prompts_read)
         jsonl = JsonlTracker(stage.folder.metrics, keep_bytes=begin.metrics_bytes)
@@ -242,7 +241,7 @@ class Place:
                 seconds=60,
             ),
             weights=None,
-            rollouts=RolloutStore(folder=stage.folder.rollouts, lineage=lineage(state, config)),
+            rollouts=RolloutStore(folder=stage.folder.rollouts, lineage=state.lineage),
             writer=CheckpointWriter(stage.folder, trainer),
             tracker=jsonl,
             metrics_bytes=lambda: jsonl.nbytes,
@@ -460,6 +459,16 @@ def test_a_step_that_would_eat_into_the_reserve_is_not_begun(place: Place) -> No
     assert "10s of it kept for the last save" in reason
     assert run.folder.checkpoints() == [1]
     assert rows(run) == [(0, "train")]
+
+
+def test_a_start_without_time_for_a_single_rollout_fails_for_the_next_would_be_no_better(place: Place) -> None:
+    with ExitStack() as stack:
+        run = place.start(stack, "--skip-eval-before-train")
+        assert isinstance(run.clock, SetClock)
+        run.clock.seconds_left = 9.0
+        with pytest.raises(DrivetrainError, match=r"no time for a single rollout: .*raise --wall-time-limit, or lower"):
+            train(run)
+    assert (run.folder.checkpoints(), place.generated) == ([], [])
 
 
 def leave(run: Run, seconds: float) -> None:

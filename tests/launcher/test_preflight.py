@@ -721,17 +721,21 @@ def test_weights_that_have_had_all_rollouts_are_refused(folder: Path) -> None:
     )
 
 
-def test_a_run_is_not_continued_in_its_own_folder(folder: Path) -> None:
+def test_a_run_is_saved_into_no_checkpoint(folder: Path) -> None:
     run = folder / "old"
     (run / "iter_0000004").mkdir(parents=True)
     (run / "latest").write_text("iter_0000004\n")
-    found = findings(folder, load=run, save=run, num_rollout=9)
-    assert found[-1] == f"--save {run}: is the run that --load {run} starts from; choose a new folder for this run"
     for save in (run / "iter_0000004", run / "iter_0000004" / "next", run / "iter_0000002" / "next"):
         found = findings(folder, load=run, save=save, num_rollout=9)
         checkpoint = save if save.name != "next" else save.parent
         assert found[-1] == f"--save {save}: lies in the checkpoint {checkpoint}; choose a folder outside of it"
     assert not any(one.startswith("--save") for one in findings(folder, load=run, save=run / "next", num_rollout=9))
+    # nor into one of a run that it has nothing else to do with, which it would no longer be whole with
+    checkpoint = run / "iter_0000004"
+    (checkpoint / "manifest.json").touch()
+    assert findings(folder, save=checkpoint / "next") == [
+        f"--save {checkpoint / 'next'}: lies in the checkpoint {checkpoint}; choose a folder outside of it"
+    ]
 
 
 # -- the machine -------------------------------------------------------------------------------------------------------

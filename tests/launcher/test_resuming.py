@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from scratch import GOOD, LAYOUT, inside, one_rank, prepared, save_run
+from scratch import GOOD, LAYOUT, inside, one_rank, prepared, save_run, state_at_start
 
 from drivetrain_backend_api import BackendSpec, ConfigError, DataError
 from drivetrain_backend_api.manifest import MANIFEST
@@ -21,8 +21,8 @@ from drivetrain_infra.run_folder import RunFolder
 from drivetrain_infra.run_state import RUN_STATE, RunState
 from drivetrain_launcher.arguments import Surface, load_surface
 from drivetrain_launcher.config import DrivetrainConfig
-from drivetrain_launcher.resuming import Begin, begin_at, facts, find_point, free_keys, lineage
-from drivetrain_launcher.run import PreparedStage, first_state, open_folder, prepare, run_train
+from drivetrain_launcher.resuming import Begin, begin_at, facts, find_point, free_keys
+from drivetrain_launcher.run import PreparedStage, open_folder, prepare, run_train
 from drivetrain_launcher.sources import config_values, read_request
 from drivetrain_launcher.stopping import Stopping
 
@@ -100,7 +100,7 @@ def test_another_runs_checkpoint_begins_a_branch(here: Path) -> None:
     assert (found.start, found.in_place, found.finetune, found.metrics_bytes) == (2, False, False, 0)
     assert found.checkpoint is None  # nothing of this run is saved yet
     assert found.notes == ()
-    state = first_state(facts(stage.config), found)
+    state = state_at_start(stage)
     # it goes on with the data and with the count of lost steps, and has a clock and a curve of its own
     assert (state.next_rollout_id, state.prompts_read, state.lost_steps, state.lost_since) == (2, 2 * READ, 3, 1)
     assert (state.checkpoint, state.wandb_run_id, state.wall_seconds) == (None, None, 0.0)
@@ -128,7 +128,7 @@ def test_finetune_takes_weights_alone_and_begins_at_rollout_0(here: Path) -> Non
     assert found.load is not None
     assert found.load.name == "iter_0000002"
     assert (stage.train.finetune, stage.train.load) == (True, str(found.load))
-    assert first_state(facts(stage.config), found).prompts_read == 0
+    assert state_at_start(stage).prompts_read == 0
     # so that a run which had all its rollouts can be taken for a shorter one
     assert prepared("new", "--num-rollout", "1", "--load", "run", "--finetune").begin.start == 0
     assert refusal_of_shorter("new", "--load", "run") != []
@@ -166,7 +166,7 @@ def test_the_same_command_goes_on_where_the_run_stopped(here: Path) -> None:
     assert found.load == found.checkpoint == here / "run" / "iter_0000002"
     assert (found.start, found.in_place, found.finetune) == (2, True, False)
     assert found.notes == (f"going on from {here / 'run' / 'iter_0000002'}, after 2 rollouts",)
-    state = first_state(facts(stage.config), found)
+    state = state_at_start(stage)
     assert (state.next_rollout_id, state.checkpoint, state.weight_version) == (2, "iter_0000002", 3)
     assert (state.prompts_read, state.wall_seconds, state.wandb_run_id) == (2 * READ, 9.0, "w")
     # how the last start ended is no news once this one has begun
@@ -232,7 +232,7 @@ def test_the_step_that_is_asked_for_is_taken_and_latest_follows(here: Path) -> N
     found = stage.begin
     assert (found.start, found.checkpoint) == (1, here / "run" / "iter_0000001")
     assert found.notes[0] == "going on from iter_0000001, as --ckpt-step says"
-    assert first_state(facts(stage.config), found).prompts_read == READ
+    assert state_at_start(stage).prompts_read == READ
     open_folder(stage)
     assert RunFolder(here / "run").latest() == here / "run" / "iter_0000001"
     assert refusal("run", "--ckpt-step", "3") == [
@@ -292,7 +292,7 @@ def test_a_run_that_was_interrupted_before_its_first_checkpoint_begins_anew_in_i
 def test_a_branch_that_was_interrupted_before_its_first_checkpoint_begins_at_its_load_again(here: Path) -> None:
     stage = start("branch", "--load", "run")
     open_folder(stage)
-    first_state(facts(stage.config), stage.begin).write(stage.folder.state)
+    state_at_start(stage).write(stage.folder.state)
     found = begin("branch", "--load", "run")
     assert (found.start, found.in_place, found.checkpoint) == (2, True, None)
     assert found.load is not None
@@ -307,7 +307,7 @@ def test_a_branch_that_was_interrupted_before_its_first_checkpoint_begins_at_its
 def test_a_run_that_had_no_rollout_of_its_own_is_not_over(here: Path) -> None:
     stage = prepared("branch", "--num-rollout", "3", "--load", "run")
     open_folder(stage)
-    first_state(facts(stage.config), stage.begin).write(stage.folder.state)
+    state_at_start(stage).write(stage.folder.state)
     with pytest.raises(ConfigError, match="was trained on 2 rollouts already"):
         prepared("branch", "--num-rollout", "2", "--load", "run")
 
@@ -497,22 +497,28 @@ def refusal_of(config: DrivetrainConfig) -> list[str]:
 
 
 def test_rollouts_are_used_again_by_starts_that_would_make_the_same(here: Path) -> None:
-    def word(*more: str) -> str:
-        stage = start("new", *more)
-        return lineage(facts(stage.config), stage.config)
+    def word(save: str, *more: str) -> str:
+        return state_at_start(start(save, *more)).lineage
 
-    same = word()
-    assert word("--save-interval", "1", "--rollout-timeout", "7") == same
+    same = word("new")
+    assert word("new", "--save-interval", "1", "--rollout-timeout", "7") == same
     others = [
-        word("--lr", "0.5"),
-        word("--seed", "3"),
-        word("--rollout-top-p", "0.5"),
-        word("--n-samples-per-prompt", "2"),
-        word("--load", "run"),
+        word("new", "--lr", "0.5"),
+        word("new", "--seed", "3"),
+        word("new", "--rollout-top-p", "0.5"),
+        word("new", "--n-samples-per-prompt", "2"),
+        word("new", "--load", "run"),
+        word("new", "--load", "run", "--ckpt-step", "1"),
+        word("new", "--load", "run", "--finetune"),
+        # from where the change was accepted
+        word("run", "--lr", "0.5", "--accept-change", "lr"),
+        word("run", "--ckpt-step", "1", "--lr", "0.5", "--accept-change", "lr"),
     ]
+    # a run that goes on keeps what it had
+    assert word("run") == word("run", "--ckpt-step", "1") == word("run", "--load", "run") == same
     with Path("train.jsonl").open("a") as file:
         file.write('{"question": "1+1=", "answer": "2"}\n')
-    others.append(word())
+    others.append(word("new"))
     assert len({same, *others}) == 1 + len(others)
 
 

@@ -76,6 +76,7 @@ class RunState:
         layout: how ranks share the model and the data: world_size, tp, pp, cp, ep, dp.
         model_sha256, data_sha256: fingerprints of what the run began with.
         options: the resolved configuration by file key.
+        lineage: a word for all that the next rollout depends on: what the run began with, and what changed since.
         last_save: None before the first.
     """
 
@@ -97,6 +98,7 @@ class RunState:
     model_sha256: str
     data_sha256: str
     options: Mapping[str, Any] = field(repr=False)
+    lineage: str = ""
     last_save: LastSave | None = None
 
     def __post_init__(self) -> None:
@@ -155,7 +157,7 @@ class RunState:
 
 
 _COUNTS = ("schema", "next_rollout_id", "weight_version", "prompts_read", "metrics_bytes", "lost_steps", "lost_since")
-_TEXTS = ("backend", "model_sha256", "data_sha256")
+_TEXTS = ("backend", "model_sha256", "data_sha256", "lineage")
 _OPTIONAL_TEXTS = ("checkpoint", "wandb_run_id", "exit_reason")
 
 

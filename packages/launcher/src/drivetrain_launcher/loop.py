@@ -118,7 +118,7 @@ def train(run: Run) -> str:
         if plan.evaluate_start:
             evaluate(run, done)
         for rollout_id in range(plan.start, plan.stop):
-            stop_in_time(run, pace)
+            stop_in_time(run, pace, is_first=rollout_id == plan.start)
             phases = Phases()
             with phases("rollout"):
                 rollout = make_rollout(run, rollout_id)
@@ -190,16 +190,25 @@ def keep_save(run: Run, error: Exception) -> None:
         error.add_note(f"and the checkpoint that was being written is lost: {second}")
 
 
-def stop_in_time(run: Run, pace: "Pace") -> None:
+def stop_in_time(run: Run, pace: "Pace", *, is_first: bool) -> None:
     """Stop here, between two rollouts, if somebody asked for it or there is no time for another one.
+
+    Args:
+        is_first: this start of the command has made no rollout yet.
 
     Raises:
         StopRequested: it stops.
+        DrivetrainError: there was not even time for one rollout, nor would there be in a next start.
     """
     run.stopping.check()
     if signal := run.trainer.stop_signal():
         run.stopping.ask(signal)
     if run.clock.must_stop(pace.step_seconds, pace.save_seconds):
+        if is_first:
+            raise DrivetrainError(
+                f"no time for a single rollout: {run.clock} when all was started; raise --wall-time-limit, or lower "
+                "--wall-time-reserve"
+            )
         run.stopping.ask(f"wall time limit ({run.clock})")
     run.stopping.check()
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from drivetrain_backend_api import ConfigError, DataError
-from drivetrain_infra.resume import ResumePoint, differences, find_resume, require_same
+from drivetrain_backend_api.manifest import MANIFEST
+from drivetrain_infra.resume import VERSIONS, Difference, ResumePoint, differences, find_resume, require_same
 from drivetrain_infra.run_folder import RunFolder
 from drivetrain_infra.run_state import RUN_STATE, RunState, installed_versions
 from drivetrain_infra.tracking.jsonl import require_lines
@@ -21,6 +22,9 @@ from drivetrain_launcher.preflight.checkpoint import checkpoint_verifier, load_i
 from drivetrain_launcher.sources import config_values
 
 _WEIGHTS = (".safetensors",)
+
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+"""Of a weight file."""
 
 _SMALL_FILES = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 """Configuration, tokenizer, vocabulary and chat template."""
@@ -37,6 +41,7 @@ class Begin:
         state: of the run that it goes on from, None where there is none.
         in_place: the run in `--save` goes on; else a new one begins there.
         metrics_bytes: length of metrics.jsonl to keep.
+        has_changed: something differs from the run that goes on, and the user has accepted it.
         notes: what the user should know.
     """
 
@@ -46,6 +51,7 @@ class Begin:
     state: RunState | None
     in_place: bool
     metrics_bytes: int
+    has_changed: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -101,7 +107,9 @@ def begin_at(config: DrivetrainConfig, folder: RunFolder, point: ResumePoint | N
     if point is None:
         require_same([], config.run_folder.accept_change, options=config_values(config).keys())
         return _from_load(config)
-    notes = [*point.notes, *_same(config, point.state)] if point.state else list(point.notes)
+    found = _differences(config, point.state) if point.state else []
+    accepted = require_same(found, config.run_folder.accept_change, options=config_values(config).keys())
+    notes = [*point.notes, *accepted]
     if point.checkpoint is None:
         begin = _from_load(config)
         return replace(begin, in_place=True, notes=(*notes, *begin.notes), metrics_bytes=0)
@@ -114,6 +122,7 @@ def begin_at(config: DrivetrainConfig, folder: RunFolder, point: ResumePoint | N
         state=state,
         in_place=True,
         metrics_bytes=_metrics_bytes(folder, state),
+        has_changed=any(one.name != VERSIONS for one in found),
     )
     require_lines(folder.metrics, begin.metrics_bytes)
     notes.append(f"going on from {point.checkpoint}, after {state.next_rollout_id} rollouts")
@@ -156,12 +165,11 @@ def _from_load(config: DrivetrainConfig) -> Begin:
     )
 
 
-def _same(config: DrivetrainConfig, saved: RunState) -> list[str]:
+def _differences(config: DrivetrainConfig, saved: RunState) -> list[Difference]:
     free = free_keys(config)
     if _resumes_itself(config):
         free.add("load")  # asks for what is done anyway
-    found = differences(saved, replace(facts(config), layout=saved.layout), free)
-    return require_same(found, config.run_folder.accept_change, options=config_values(config).keys())
+    return differences(saved, replace(facts(config), layout=saved.layout), free)
 
 
 def _resumes_itself(config: DrivetrainConfig) -> bool:
@@ -204,12 +212,27 @@ def facts(config: DrivetrainConfig) -> RunState:
     )
 
 
-def lineage(state: RunState, config: DrivetrainConfig) -> str:
-    """Return a word for all that the numbers of a run depend on, beside the versions of what computes them."""
+def lineage(config: DrivetrainConfig, begin: Begin, now: RunState) -> str:
+    """Return a word for all that the rollouts from here on depend on, beside the versions of what computes them.
+
+    A run that goes on unchanged keeps its word. One that begins, or goes on with something changed, gets a new one,
+    made of where and with what that happens. So rollouts of two branches never meet.
+
+    Args:
+        now: what `facts` returns.
+    """
+    before = ""
+    if begin.checkpoint is not None and begin.state is not None:
+        if not begin.has_changed:
+            return begin.state.lineage
+        before = begin.state.lineage
+    elif begin.load is not None:
+        manifest = begin.load / MANIFEST
+        before = _digest(manifest).hex() if manifest.is_file() else _describe_model(begin.load).decode()
     free = free_keys(config)
-    options = {key: value for key, value in state.options.items() if key not in free}
-    text = json.dumps([options, state.model_sha256, state.data_sha256, state.backend], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    options = {key: value for key, value in now.options.items() if key not in free}
+    facts_now = [options, now.model_sha256, now.data_sha256, now.backend]
+    return hashlib.sha256(json.dumps([before, begin.start, facts_now], sort_keys=True).encode()).hexdigest()
 
 
 def free_keys(config: DrivetrainConfig) -> set[str]:
@@ -221,11 +244,22 @@ def free_keys(config: DrivetrainConfig) -> set[str]:
 
 
 def _describe_model(folder: Path) -> bytes:
-    """Return what configures model and tokenizer, and names and sizes of the weights, which are too long to be read."""
+    """Return what configures model and tokenizer, and samples of the weights, which are too long to be read."""
     files = sorted(one for one in folder.glob("*") if one.suffix in (*_WEIGHTS, *_SMALL_FILES) and one.is_file())
     return json.dumps(
-        [(one.name, one.stat().st_size, None if one.suffix in _WEIGHTS else _digest(one).hex()) for one in files]
+        [(one.name, (_sampled if one.suffix in _WEIGHTS else _digest)(one).hex()) for one in files]
     ).encode()
+
+
+def _sampled(path: Path) -> bytes:
+    """Digest the size of a file and blocks spread over all of it: its header, and some of every large tensor."""
+    size, total = path.stat().st_size, hashlib.sha256()
+    total.update(str(size).encode())
+    with path.open("rb") as file:
+        for block in range(_SAMPLES):
+            file.seek(max(0, size - _SAMPLE_BYTES) * block // (_SAMPLES - 1))
+            total.update(file.read(_SAMPLE_BYTES))
+    return total.digest()
 
 
 def _digest(path: Path) -> bytes:

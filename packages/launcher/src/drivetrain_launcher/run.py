@@ -58,6 +58,9 @@ _MAKERS = {"arithmetic": arithmetic}
 _WARMUP = "warmup"
 """Folder of the warm-up stage inside the run's."""
 
+_ONCE: dict[str, Any] = {"ckpt-step": None, "load-fallback": False, "accept-change": []}
+"""What one start was told, and a file for later ones must not repeat."""
+
 _FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 300.0
 """Seconds before the first restart after a failure, doubled for each further one, and their bound."""
 
@@ -151,7 +154,7 @@ def _run_stages(
     from drivetrain_launcher.loop import COMPLETED
 
     for stage, following in zip(stages, [*stages[1:], None]):
-        open_folder(stage)  # not before this run holds the folder's lock
+        stage = open_folder(stage)  # not before this run holds the folder's lock
         # it may have ended without having been exported
         reason = COMPLETED if _has_nothing_left(stage) else run_stage(stage, console, stopping, clock)
         if reason != COMPLETED:
@@ -181,17 +184,22 @@ def _has_nothing_left(stage: PreparedStage) -> bool:
     return stage.begin.checkpoint is not None and plan.start == plan.stop and not plan.evaluate_start
 
 
-def open_folder(stage: PreparedStage) -> None:
-    """Make the folder of a new run, or take the one of a run that goes on; what a killed start left goes first."""
+def open_folder(stage: PreparedStage) -> PreparedStage:
+    """Make the folder of a new run, or take the one of a run that goes on; what a killed start left goes first.
+
+    Returns: the stage; its checkpoint may have got its name back, which a killed start had taken from it.
+    """
     folder, begin = stage.folder, stage.begin
-    values = config_values(stage.config)
+    values = config_values(stage.config) | _ONCE
     folder.remove_leftovers()
     if not begin.in_place:
         folder.create(values)
-        return
+        return stage
     if begin.checkpoint is not None:
-        folder.rewind_to(begin.checkpoint)
+        begin = dataclasses.replace(begin, load=folder.checkpoint(begin.start))
+        folder.rewind_to(folder.checkpoint(begin.start))
     folder.reopen(values)
+    return dataclasses.replace(stage, begin=begin)
 
 
 @contextmanager
@@ -367,8 +375,7 @@ def run_stage(stage: PreparedStage, console: Console, stopping: Stopping, clock:
                     time.sleep(pause)
             except StopRequested as stop:
                 return _ended(stage, None, clock, stop.reason)
-            stage = dataclasses.replace(stage, begin=_begin_again(stage))
-            open_folder(stage)
+            stage = open_folder(dataclasses.replace(stage, begin=_begin_again(stage)))
 
 
 def _begin_again(stage: PreparedStage) -> Begin:
@@ -400,7 +407,7 @@ def _run_once(stage: PreparedStage, base: RunState, console: Console, stopping: 
     console.print(
         f"{stage.title}: starting {workers} train workers ({config.backend.name}) and {engines} rollout engines ..."
     )
-    state = first_state(base, stage.begin)
+    state = first_state(base, stage.begin, lineage(config, stage.begin, base))
     state.write(stage.folder.state)
     with ExitStack() as stack:
         try:
@@ -445,7 +452,7 @@ def _store(stage: PreparedStage, state: RunState) -> "RolloutStore":
     rollout = stage.config.rollout
     return RolloutStore(
         folder=stage.folder.rollouts,
-        lineage=lineage(state, stage.config),
+        lineage=state.lineage,
         copy_to=Path(rollout.save_debug_rollout_data) if rollout.save_debug_rollout_data else None,
         replay=Path(rollout.load_debug_rollout_data) if rollout.load_debug_rollout_data else None,
     )
@@ -500,13 +507,14 @@ def _assembled(
         )
 
 
-def first_state(base: RunState, begin: Begin) -> RunState:
+def first_state(base: RunState, begin: Begin, lineage: str) -> RunState:
     """Return the state of a run as it starts: what it is made of now, and where it is."""
     before = begin.state
     if before is None:
-        return base
+        return dataclasses.replace(base, lineage=lineage)
     return dataclasses.replace(
         base,
+        lineage=lineage,
         next_rollout_id=begin.start,
         checkpoint=before.checkpoint if begin.in_place else None,
         weight_version=begin.start + 1,
@@ -555,13 +563,13 @@ def _has_evaluated(folder: RunFolder, begin: Begin) -> bool:
         with folder.metrics.open("rb") as file:
             lines = file.read(begin.metrics_bytes).splitlines()
         rows = [json.loads(line) for line in lines[-2:]]  # the last rollout's, and what came after it
+        return any(row.get("rollout_id") == begin.start and "eval/reward" in row for row in rows)
     except OSError:
         return False
-    except ValueError as error:
+    except (ValueError, AttributeError) as error:  # no JSON, or no table
         raise DataError(
             f"{folder.metrics}: is damaged ({error}); put the file back that was there, or begin a new run"
         ) from error
-    return any(row.get("rollout_id") == begin.start and "eval/reward" in row for row in rows)
 
 
 @contextmanager

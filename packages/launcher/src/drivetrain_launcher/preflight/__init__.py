@@ -8,9 +8,10 @@ import os
 from pathlib import Path
 
 from drivetrain_backend_api import ConfigError, OptionGroup, options
+from drivetrain_infra.config import SurvivalConfig
 from drivetrain_infra.tracking.wandb import login_finding
 from drivetrain_infra.wall_clock import WallClock
-from drivetrain_launcher.arguments import unavailable
+from drivetrain_launcher.arguments import VARIABLE_PREFIX, unavailable
 from drivetrain_launcher.config import DrivetrainConfig
 from drivetrain_launcher.preflight.checkpoint import checkpoint_findings, find_load, resolve_load
 from drivetrain_launcher.preflight.folders import folder_findings, folder_notes, unwritable
@@ -94,7 +95,14 @@ def wall_clock(config: DrivetrainConfig) -> WallClock:
     Raises:
         ConfigError: the times that options and environment give cannot be read, or make no sense together.
     """
-    explicit = [name for name, source in config.sources.items() if source != "default"]
+    # a file may be the config.json of a run, which holds every default
+    explicit = [
+        name
+        for name in ("wall_time_limit", "wall_time_reserve")
+        if config.sources[name] == "flag"
+        or config.sources[name].startswith(VARIABLE_PREFIX)
+        or getattr(config.survival, name) != getattr(SurvivalConfig(), name)
+    ]
     return WallClock.of(config.survival, os.environ, explicit)
 
 
