@@ -60,11 +60,17 @@ class EnginePool:
         died = isinstance(error, LostProcessError | WeightSyncError) and error.died
         name = error.who if isinstance(error, LostProcessError) else getattr(error, "engine", None)
         numbers = [number for number, one in enumerate(self.engines) if one.name == name]
-        if not died or not numbers or not self._restarts_left:
+        if not died or not numbers:
             return False
-        self._restarts_left -= 1
-        self.engines[numbers[0]] = self._start_again(numbers[0])
-        return True
+        while self._restarts_left:
+            self._restarts_left -= 1
+            try:
+                self.engines[numbers[0]] = self._start_again(numbers[0])
+                return True
+            except LostProcessError as again:
+                if not again.died or not self._restarts_left:
+                    raise
+        return False
 
     def generate(
         self, requests: Sequence[GenerateRequest], *, samples: Sequence[str], weight_version: int

@@ -13,7 +13,7 @@ from drivetrain_infra.calls import LostProcessError
 from drivetrain_infra.checkpoint_writer import CheckpointWriter, Saved
 from drivetrain_infra.engines.base import SamplingParams
 from drivetrain_infra.run_folder import RunFolder
-from drivetrain_infra.run_state import RunState
+from drivetrain_infra.run_state import LastSave, RunState
 from drivetrain_infra.tracking.base import Tracker
 from drivetrain_infra.wall_clock import WallClock
 from drivetrain_infra.weight_sync.errors import WeightSyncError
@@ -111,7 +111,7 @@ def train(run: Run) -> str:
 
     Returns: why it ended: `COMPLETED`, a signal, or the wall time.
     """
-    plan, pace = run.plan, Pace()
+    plan, pace = run.plan, Pace(run.state.last_save)
     done, reason = plan.start, COMPLETED
     prompts_read = run.prompts.read
     try:
@@ -418,8 +418,10 @@ class Pace:
         saved: the newest checkpoint that this process has made durable.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, last_save: LastSave | None = None) -> None:
+        """Begin with the last save of an earlier start, None where there was none."""
         self.saved: Saved | None = None
+        self._last_save = last_save
         self._steps: list[float] = []
 
     def stepped(self, phases: Phases) -> None:
@@ -433,5 +435,6 @@ class Pace:
 
     @property
     def save_seconds(self) -> float:
-        """The last save from its begin until it was durable; 0 before the first."""
-        return self.saved.seconds if self.saved else 0.0
+        """The last save from its begin until it was durable, of an earlier start too; 0 before the first."""
+        last = self.saved or self._last_save
+        return last.seconds if last else 0.0

@@ -59,10 +59,10 @@ def preflight(config: DrivetrainConfig, *, resumes_at: int | None = None) -> lis
     findings += _tracking_findings(config)
     if not unusable:
         size = run_size(config)
-        findings += folder_findings(config, size, loaded) + machine_findings(config, size)
+        start = resumes_at if resumes_at is not None else loaded.rollouts if loaded is not None else 0
+        findings += folder_findings(config, size, loaded, start) + machine_findings(config, size)
     if findings:
         raise ConfigError("\n".join(dict.fromkeys(findings)))
-    start = resumes_at if resumes_at is not None else loaded.rollouts if loaded is not None else 0
     return frozen_notes(config, size) + folder_notes(config, size, start)
 
 

@@ -58,8 +58,8 @@ def resolve_load(backend: BackendSpec, load: str, step: int | None = None) -> Lo
 
 def load_is_save(config: DrivetrainConfig) -> bool:
     """Say whether `--load` names the run in `--save`, which goes on from there anyway."""
-    load = config.train.load
-    return load is not None and Path(load).resolve() == Path(config.run_folder.save).resolve()
+    load, save = config.train.load, Path(config.run_folder.save)
+    return load is not None and Path(load).resolve() == save.resolve() and RunFolder(save).is_used()
 
 
 def checkpoint_verifier(config: DrivetrainConfig) -> Callable[[Path], Sequence[str]]:

@@ -18,11 +18,12 @@ CHECKPOINT_BYTES = 12
 """Of one parameter in a checkpoint: weight and both of Adam's moments in fp32."""
 
 
-def folder_findings(config: DrivetrainConfig, size: RunSize, loaded: Loaded | None) -> list[str]:
+def folder_findings(config: DrivetrainConfig, size: RunSize, loaded: Loaded | None, start: int) -> list[str]:
     """Return what is wrong with `--save` and `--update-weight-disk-dir`.
 
     Args:
         loaded: what `--load` means, None without one.
+        start: the first rollout id.
     """
     folders = {"--save": config.run_folder.save, "--update-weight-disk-dir": config.weight_sync.update_weight_disk_dir}
     findings = [
@@ -33,7 +34,9 @@ def folder_findings(config: DrivetrainConfig, size: RunSize, loaded: Loaded | No
     findings += _overlap_findings(config, loaded)
     if config.placement.ray_address is None and not findings:
         findings += _socket_findings(Path(config.run_folder.save))
-    return findings or _room_findings(config, size)
+    if findings or start == config.loop.num_rollout:  # which has nothing left to write
+        return findings
+    return _room_findings(config, size)
 
 
 def _socket_findings(save: Path) -> list[str]:
