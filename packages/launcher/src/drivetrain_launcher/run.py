@@ -175,8 +175,8 @@ def _run_stages(
 
 def _say_stopped(stage: PreparedStage, reason: str, console: Console) -> None:
     newest = stage.folder.newest()
-    where = f"{newest.name} is durable" if newest else "there is no checkpoint yet"
-    console.print(f"stopped by {reason}: {where}; run the same command again to go on", markup=False)
+    where = f"{newest} is durable" if newest else "there is no checkpoint yet"
+    console.print(f"{stage.title}: stopped by {reason}: {where}; run the same command again to go on", markup=False)
 
 
 def _has_nothing_left(stage: PreparedStage) -> bool:
