@@ -3,6 +3,8 @@
 import json
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -334,3 +336,33 @@ def test_what_an_earlier_retention_could_not_delete_goes_with_the_next(run: RunF
     assert run.checkpoints() == [4]
     assert run.prune(1) == []
     assert files(run) == ["config.json", "iter_0000004", "latest"]
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from drivetrain_infra.run_folder import RunFolder
+with RunFolder(Path(sys.argv[1])).locked():
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_folder_is_held_by_one_process_and_free_once_that_is_gone(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.refuse_if_locked()
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(folder.root)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        refusal = rf"--save {folder.root}: process {holder.pid} on .* runs in it; wait for its end"
+        with pytest.raises(ConfigError, match=refusal):
+            folder.refuse_if_locked()
+        with pytest.raises(ConfigError, match=refusal), folder.locked():
+            pass
+    finally:
+        holder.kill()
+        holder.wait()
+    folder.refuse_if_locked()
+    with folder.locked():
+        assert not folder.is_used()

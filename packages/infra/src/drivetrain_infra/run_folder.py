@@ -13,14 +13,16 @@ A backend reads and writes only inside the folder it is given. Knows nothing of 
 """
 
 import errno
+import fcntl
 import json
 import os
 import re
 import shutil
+import socket
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from drivetrain_backend_api import ConfigError, DataError, DrivetrainError
 
@@ -58,6 +60,7 @@ class RunFolder:
         self.state = root / "resume_state.json"
         self.rollouts = root / "rollout_ckpts"
         self._latest = root / "latest"
+        self._lock = root / "lock"
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
@@ -143,6 +146,51 @@ class RunFolder:
                 f"--save {self.root}: {error.filename} is left of a run that was killed, and cannot be removed "
                 f"({error.strerror}); remove it by hand"
             ) from error
+
+    # -- one run at a time ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder, which is made where it is missing, against every other start: on other nodes too.
+
+        A file system that has no locks is taken as it is.
+
+        Raises:
+            ConfigError: another start holds it, or the folder cannot be written.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            file = self._lock.open("a+")
+        except OSError as error:
+            raise ConfigError(f"--save {self.root}: cannot be written ({error}); choose a writable folder") from error
+        with file:
+            self._take(file)
+            with suppress(OSError):  # a full disk: nobody can be told who holds it
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+                file.flush()
+            yield
+
+    def refuse_if_locked(self) -> None:
+        """Refuse a folder that another start holds. Raises ConfigError."""
+        try:
+            file = self._lock.open("r+")
+        except (OSError, ValueError):  # nobody has run here, or what uses the folder says what is wrong with it
+            return
+        with file:
+            self._take(file)
+
+    def _take(self, file: IO[str]) -> None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            who = file.read(200).strip() or "another process"
+            raise ConfigError(
+                f"--save {self.root}: {who} runs in it; wait for its end, end it, or choose another folder"
+            ) from error
+        except OSError:
+            return
 
     # -- checkpoints, read ---------------------------------------------------------------------------------------------
 

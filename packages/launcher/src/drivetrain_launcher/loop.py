@@ -83,6 +83,7 @@ class Run:
         evaluation: held-out prompts, empty for none.
         engines, generator, weights: None where the run has no engines.
         metrics_bytes: returns the length of metrics.jsonl.
+        is_first: this start of the command has done nothing before.
     """
 
     config: DrivetrainConfig
@@ -104,6 +105,7 @@ class Run:
     display: Display
     stopping: Stopping
     clock: WallClock
+    is_first: bool = True
 
 
 def train(run: Run) -> str:
@@ -118,7 +120,7 @@ def train(run: Run) -> str:
         if plan.evaluate_start:
             evaluate(run, done)
         for rollout_id in range(plan.start, plan.stop):
-            stop_in_time(run, pace, is_first=rollout_id == plan.start)
+            stop_in_time(run, pace, is_first=run.is_first and rollout_id == plan.start)
             phases = Phases()
             with phases("rollout"):
                 rollout = make_rollout(run, rollout_id)

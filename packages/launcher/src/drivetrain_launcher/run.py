@@ -116,6 +116,7 @@ def run_train(request: Request, stopping: Stopping) -> int:
     console = Console(soft_wrap=True)
     folder = RunFolder(request.save.absolute())
     refuse_if_running(folder.root)
+    folder.refuse_if_locked()
     with ExitStack() as stack:
         made = folder.root / "made"
         if request.dry_run:
@@ -144,7 +145,7 @@ def run_train(request: Request, stopping: Stopping) -> int:
         except StopRequested as stop:
             console.print(f"stopped by {stop.reason} before anything was started")
             return 0
-        with cluster:
+        with cluster, folder.locked():
             return _run_stages(stages, folder, console, stopping, clock)
 
 
@@ -153,10 +154,10 @@ def _run_stages(
 ) -> int:
     from drivetrain_launcher.loop import COMPLETED
 
-    for stage, following in zip(stages, [*stages[1:], None]):
+    for place, (stage, following) in enumerate(zip(stages, [*stages[1:], None])):
         stage = open_folder(stage)  # not before this run holds the folder's lock
         # it may have ended without having been exported
-        reason = COMPLETED if _has_nothing_left(stage) else run_stage(stage, console, stopping, clock)
+        reason = COMPLETED if _has_nothing_left(stage) else run_stage(stage, console, stopping, clock, first=place == 0)
         if reason != COMPLETED:
             _say_stopped(stage, reason, console)
             return 0
@@ -351,8 +352,13 @@ def _tokenizer(config: DrivetrainConfig) -> "PreTrainedTokenizerBase":
     return loaded
 
 
-def run_stage(stage: PreparedStage, console: Console, stopping: Stopping, clock: WallClock) -> str:
+def run_stage(
+    stage: PreparedStage, console: Console, stopping: Stopping, clock: WallClock, *, first: bool = True
+) -> str:
     """Train one stage on a running cluster, again from its last checkpoint where processes are lost.
+
+    Args:
+        first: this start of the command has done nothing before.
 
     Returns: why it ended; what it did is durable, and `resume_state.json` says so.
     """
@@ -360,7 +366,7 @@ def run_stage(stage: PreparedStage, console: Console, stopping: Stopping, clock:
     attempt, most = 0, stage.config.survival.max_restarts
     while True:
         try:
-            return _run_once(stage, base, console, stopping, clock)
+            return _run_once(stage, base, console, stopping, clock, first=first and attempt == 0)
         except (LostProcessError, WeightSyncError) as error:
             if not isinstance(error, LostProcessError) and not error.is_lost:
                 raise
@@ -396,7 +402,9 @@ def _newest(config: DrivetrainConfig) -> DrivetrainConfig:
     return dataclasses.replace(config, run_folder=dataclasses.replace(config.run_folder, ckpt_step=None))
 
 
-def _run_once(stage: PreparedStage, base: RunState, console: Console, stopping: Stopping, clock: WallClock) -> str:
+def _run_once(
+    stage: PreparedStage, base: RunState, console: Console, stopping: Stopping, clock: WallClock, *, first: bool
+) -> str:
     from drivetrain_launcher.factory import start_engines, start_resources
     from drivetrain_launcher.loop import make_rollouts, train
 
@@ -424,7 +432,8 @@ def _run_once(stage: PreparedStage, base: RunState, console: Console, stopping: 
                 config, stage.plan, _prompts(stage, state), generator, _store(stage, state), display, stopping
             )
         else:
-            run = stack.enter_context(_assembled(stage, state, resources, console, stopping, clock))
+            assembled = _assembled(stage, state, resources, console, stopping, clock)
+            run = dataclasses.replace(stack.enter_context(assembled), is_first=first)
             display = run.display
             reason = train(run)
             state = dataclasses.replace(run.writer.last_state or run.state, metrics_bytes=run.metrics_bytes())
