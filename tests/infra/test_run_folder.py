@@ -362,7 +362,7 @@ def test_a_folder_is_held_by_one_process_and_free_once_that_is_gone(tmp_path: Pa
             pass
     finally:
         holder.kill()
-        holder.wait()
+        holder.communicate()
     folder.refuse_if_locked()
     with folder.locked():
         assert not folder.is_used()

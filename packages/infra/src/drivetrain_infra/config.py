@@ -1,8 +1,10 @@
 """Options of the runtime: placement, weight sync, run folder, tracking."""
 
+import re
 from dataclasses import dataclass
 
 from drivetrain_backend_api import OptionGroup, option
+from drivetrain_backend_api.errors import printable
 from drivetrain_infra.wall_clock import parse_duration
 
 LONGEST_SECONDS = 1e7
@@ -132,6 +134,13 @@ class TrackingConfig(OptionGroup):
         acts_with="use_wandb",
         free=True,
     )
+
+    def findings(self) -> list[str]:
+        """Return what W&B would refuse once everything has started."""
+        name = self.wandb_resume_id
+        if name is not None and not re.fullmatch(r"[^/\\#?%:\s]+", name):
+            return [f"--wandb-resume-id {printable(name)}: must be without spaces and any of / \\ # ? % :"]
+        return []
 
 
 @dataclass(frozen=True, kw_only=True)

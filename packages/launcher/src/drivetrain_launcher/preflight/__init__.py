@@ -82,6 +82,11 @@ def _capability_findings(config: DrivetrainConfig) -> list[str]:
         )
     if train.async_save and not claimed.async_save:
         findings.append(f"--async-save: --train-backend {backend.name} does not save in the background; leave it out")
+    if train.no_save_optim and config.survival.max_restarts:
+        findings.append(
+            f"--max-restarts {config.survival.max_restarts} needs the optimizer, which --no-save-optim leaves out of "
+            "checkpoints; give one of them"
+        )
     if train.ref_load is not None and not claimed.reference:
         findings.append(f"--ref-load: --train-backend {backend.name} keeps no reference; use another backend")
     if train.opd_teacher_load is not None and not claimed.teacher:
@@ -108,9 +113,11 @@ def wall_clock(config: DrivetrainConfig) -> WallClock:
 
 def _clock_findings(config: DrivetrainConfig) -> list[str]:
     try:
-        wall_clock(config)
+        clock = wall_clock(config)
     except ConfigError as error:
         return str(error).splitlines()
+    if clock.left <= clock.reserve:
+        return [f"no time for a single rollout: {clock}; lower --wall-time-reserve, or ask for a longer job"]
     return []
 
 
