@@ -97,7 +97,7 @@ class PromptDataset:
 
 
 class PromptSource:
-    """Reads a dataset epoch after epoch. Where it stands can be saved, and another source continues from there.
+    """Reads a dataset epoch after epoch. Where it stands follows from how many prompts were read.
 
     Attributes:
         epoch: of the next prompt, from 0.
@@ -132,38 +132,6 @@ class PromptSource:
             self.read += len(part)
             self._offset += len(part)
         return taken
-
-    def state_dict(self) -> dict[str, int | bool]:
-        """Return where the source stands, and what that position depends on; plain types only."""
-        return {
-            "epoch": self.epoch,
-            "offset": self._offset,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "num_prompts": len(self._dataset),
-        }
-
-    def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
-        """Continue where another source stood.
-
-        Raises:
-            DataError: it read other data or another order, so that its position means nothing here.
-        """
-        mine = self.state_dict()
-        if state.keys() != mine.keys():
-            raise DataError(f"not the state of a prompt source: has {sorted(state)}, needs {sorted(mine)}")
-        differing = [
-            f"{name} {state[name]} (now {mine[name]})"
-            for name in ("seed", "shuffle", "num_prompts")
-            if state[name] != mine[name]
-        ]
-        if differing:
-            raise DataError(
-                f"the saved position in the prompt data was taken with {', '.join(differing)}; continue with the same "
-                "--seed, --rollout-shuffle and --prompt-data"
-            )
-        self.epoch, self._offset = int(state["epoch"]), int(state["offset"])
-        self._order = self._order_of(self.epoch)
 
     def _order_of(self, epoch: int) -> list[int]:
         order = list(range(len(self._dataset)))
