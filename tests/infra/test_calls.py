@@ -16,6 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from drivetrain_backend_api import ConfigError, DrivetrainError
 from drivetrain_infra.calls import GRACE_SECONDS, gather
+from drivetrain_infra.daemons import as_raised
 from drivetrain_infra.ray_runtime import ray_session
 
 
@@ -150,3 +151,10 @@ def test_the_late_are_named_with_the_flag(lasting: list[Any]) -> None:
     gather({"engine-0": calls["engine-0"]}, what="waiting", seconds=60)
     text = failure(calls, seconds=1, flag="--rollout-timeout")
     assert text == "training on rollout 3: no answer from engine-1 within --rollout-timeout 1 s"
+
+
+def test_what_a_signal_handler_raises_comes_out_of_ray_as_it_was() -> None:
+    with pytest.raises(KeyboardInterrupt), as_raised():
+        raise SystemError("returned a result with an exception set") from KeyboardInterrupt()
+    with pytest.raises(SystemError, match="something else"), as_raised():
+        raise SystemError("something else")

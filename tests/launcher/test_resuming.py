@@ -450,7 +450,7 @@ FREE = {
     "run_folder": {
         *("save", "save-interval", "save-max-to-keep", "ckpt-step", "load-fallback", "accept-change"),
     },
-    "survival": {"wall-time-limit", "wall-time-reserve", "max-restarts", "max-engine-restarts"},
+    "survival": {"wall-time-limit", "wall-time-reserve", "max-restarts", "train-timeout", "max-engine-restarts"},
     "tracking": {"use-wandb", "wandb-project", "wandb-group", "wandb-mode", "wandb-resume-id"},
 }
 """Group -> the options that may change on a resume, for both official backends; what is not here is compared."""

@@ -163,6 +163,13 @@ class SurvivalConfig(OptionGroup):
         minimum=0,
         free=True,
     )
+    train_timeout: float = option(
+        14400.0,
+        help="deadline of the train workers for setting up, for one rollout, and for one save, in seconds",
+        above=0,
+        maximum=LONGEST_SECONDS,
+        free=True,
+    )
     max_engine_restarts: int = option(
         3, help="times that a rollout engine that died is replaced while the run goes on", minimum=0, free=True
     )

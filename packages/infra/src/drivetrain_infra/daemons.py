@@ -172,8 +172,20 @@ def wait(references: "Sequence[ray.ObjectRef[Any]]", *, seconds: float | None) -
     deadline = None if seconds is None else Deadline(seconds)
     while True:
         step = _LOOK_SECONDS if deadline is None else min(_LOOK_SECONDS, deadline.left)
-        ready, _ = ray.wait(list(references), num_returns=1, timeout=step)
+        with as_raised():
+            ready, _ = ray.wait(list(references), num_returns=1, timeout=step)
         if _daemons is not None:
             _daemons.require_alive()
         if ready or (deadline is not None and not deadline.left):
             return list(ready)
+
+
+@contextlib.contextmanager
+def as_raised() -> Iterator[None]:
+    """Let through what a signal handler raises inside the block, which Ray's C code may wrap into a SystemError."""
+    try:
+        yield
+    except SystemError as error:
+        if error.__cause__ is None:
+            raise
+        raise error.__cause__ from None

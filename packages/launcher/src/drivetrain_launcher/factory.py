@@ -72,7 +72,9 @@ def start_resources(stage: "PreparedStage") -> Iterator[Resources]:
         _check_devices(config, placement)
         workers = [_start_worker(stage, slot, stack) for slot in placement.train]
         engines = _start_engines(config, placement.engines, stack)
-        trainer = setup_train_group(workers, seconds=config.placement.start_timeout)
+        trainer = setup_train_group(
+            workers, start_seconds=config.placement.start_timeout, seconds=config.survival.train_timeout
+        )
         pool = generator = weights = None
         if stage.uses_engines:
             pool = _pool(stage, engines, placement.engines, stack)

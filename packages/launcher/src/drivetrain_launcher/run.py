@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -637,7 +638,7 @@ def _absolute(config: DrivetrainConfig) -> DrivetrainConfig:
         group = getattr(config, field.name)
         if isinstance(group, OptionGroup):
             paths = {
-                one.name: str(Path(value).absolute())
+                one.name: os.path.abspath(value)
                 for one in options(type(group))
                 if one.metavar in ("DIR", "FILE") and (value := getattr(group, one.name)) is not None
             }

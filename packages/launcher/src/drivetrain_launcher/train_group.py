@@ -17,6 +17,8 @@ from drivetrain_infra.process_groups import ProcessGroupManager
 TRAIN_RANK = "train rank"
 """What messages call a train worker, before its number."""
 
+_FLAG = "--train-timeout"
+
 _SIGNAL_SECONDS = 2.0
 """How long to wait for the answer of workers that have nothing else to do."""
 
@@ -31,6 +33,7 @@ class TrainGroup:
         batching: how the backend wants its micro-batches.
         next_rollout_id: how many rollouts the loaded weights were trained on.
         notes: what the backend of rank 0 logged while it was set up.
+        seconds: deadline of training on one rollout, and of one save.
     """
 
     workers: Sequence[Any]
@@ -38,6 +41,7 @@ class TrainGroup:
     batching: Batching
     next_rollout_id: int
     notes: tuple[str, ...]
+    seconds: float
 
     @property
     def layout(self) -> dict[str, int]:
@@ -53,7 +57,8 @@ class TrainGroup:
                 for rank, worker in enumerate(self.workers)
             },
             what=f"training on rollout {rollout_id}",
-            seconds=None,
+            seconds=self.seconds,
+            flag=_FLAG,
         )
         steps: list[dict[str, float]] = results[f"{TRAIN_RANK} 0"]
         return steps
@@ -85,16 +90,17 @@ class TrainGroup:
         calls = {
             name: getattr(worker, method).remote(*arguments) for name, worker in zip(names, self.workers, strict=True)
         }
-        results = gather(calls, what=what, seconds=None)
+        results = gather(calls, what=what, seconds=self.seconds, flag=_FLAG)
         return [results[name] for name in names]
 
 
-def setup_train_group(workers: Sequence[Any], *, seconds: float) -> TrainGroup:
+def setup_train_group(workers: Sequence[Any], *, start_seconds: float, seconds: float) -> TrainGroup:
     """Rendezvous on a port bound by rank 0 and set every rank up.
 
     Args:
         workers: actor handles by rank.
-        seconds: deadline of starting the processes; setting up has the backend's own deadlines.
+        start_seconds: deadline of starting the processes.
+        seconds: deadline of setting up, and later of each rollout and save.
 
     Raises:
         DrivetrainError: a rank failed, or the ranks disagree on the next rollout id.
@@ -103,14 +109,15 @@ def setup_train_group(workers: Sequence[Any], *, seconds: float) -> TrainGroup:
     opened = gather(
         {names[0]: workers[0].open_rendezvous.remote()},
         what="starting the train workers",
-        seconds=seconds,
+        seconds=start_seconds,
         flag="--start-timeout",
     )
     host, port = opened[names[0]]
     results = gather(
         {name: worker.setup.remote(host, port) for name, worker in zip(names, workers, strict=True)},
         what="setting the train backend up",
-        seconds=None,
+        seconds=seconds,
+        flag=_FLAG,
     )
     ids = sorted({one.next_rollout_id for one in results.values()})
     if len(ids) > 1:
@@ -121,4 +128,5 @@ def setup_train_group(workers: Sequence[Any], *, seconds: float) -> TrainGroup:
         batching=results[names[0]].batching,
         next_rollout_id=ids[0],
         notes=results[names[0]].notes,
+        seconds=seconds,
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drivetrain_backend_api import BackendSpec, DataError
-from drivetrain_infra.run_folder import RunFolder, resolve_checkpoint
+from drivetrain_infra.run_folder import RunFolder, checkpoint_id, resolve_checkpoint
 from drivetrain_launcher.config import DrivetrainConfig
 
 _SHOWN = 3
@@ -53,7 +53,7 @@ def resolve_load(backend: BackendSpec, load: str, step: int | None = None) -> Lo
             there = ", ".join(map(str, run.checkpoints()))
             raise DataError(f"{run.root} holds no checkpoint {step} (--ckpt-step); it holds {there}")
         checkpoint = found
-    return Loaded(folder=checkpoint, run=checkpoint.parent, rollouts=int(checkpoint.name.removeprefix("iter_")))
+    return Loaded(folder=checkpoint, run=checkpoint.parent, rollouts=checkpoint_id(checkpoint))
 
 
 def load_is_save(config: DrivetrainConfig) -> bool:
