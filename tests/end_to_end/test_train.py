@@ -115,13 +115,13 @@ def test_the_exported_model_loads_and_moved_in_nearly_every_tensor(
     assert "is there already" in again.output
 
 
-def test_the_same_folder_is_refused_and_its_files_left_alone(
+def test_another_run_in_the_same_folder_is_refused_and_its_files_left_alone(
     drivetrain: Command, metrics: list[dict[str, Any]], folder: Path, train_words: Callable[..., list[str]]
 ) -> None:
     before = (folder / "RUN" / "metrics.jsonl").read_bytes()
-    again = drivetrain(*train_words("--num-rollout", "1", "--save", "RUN"), folder=folder)
+    again = drivetrain(*train_words("--num-rollout", "5", "--save", "RUN"), folder=folder)
     assert again.code == 2
-    assert "holds a run already" in again.output
+    assert "--lr: 0.001 in the run that is there, 1e-06 now" in again.output
     assert (folder / "RUN" / "metrics.jsonl").read_bytes() == before
 
 

@@ -117,13 +117,13 @@ def train(run: Run) -> str:
     done, reason = plan.start, COMPLETED
     prompts_read = run.prompts.read
     try:
+        phases = Phases()
         if plan.evaluate_start:
-            evaluate(run, done)
+            evaluate(run, done, phases)
         for rollout_id in range(plan.start, plan.stop):
             stop_in_time(run, pace, is_first=run.is_first and rollout_id == plan.start)
-            phases = Phases()
-            with phases("rollout"):
-                rollout = make_rollout(run, rollout_id)
+            phases = Phases(sync=phases.evaluation_sync)
+            rollout = make_rollout(run, rollout_id, phases)
             note_saved(run, pace, run.writer.poll())
             with phases("train"):
                 steps = train_on(run, rollout_id, rollout)
@@ -134,7 +134,7 @@ def train(run: Run) -> str:
             if plan.saves_after(rollout_id):
                 save(run, pace, state_after(run, done, prompts_read))
             if plan.evaluates_after(rollout_id):
-                evaluate(run, done)
+                evaluate(run, done, phases)
             pace.stepped(phases)
     except StopRequested as stop:
         reason = stop.reason
@@ -215,17 +215,18 @@ def stop_in_time(run: Run, pace: "Pace", *, is_first: bool) -> None:
     run.stopping.check()
 
 
-def make_rollout(run: Run, rollout_id: int) -> Rollout:
+def make_rollout(run: Run, rollout_id: int, phases: "Phases") -> Rollout:
     """Make the samples of a rollout, or take them from an earlier start of this run that made them already.
 
     They are durable before anything is trained on them, where engines have made them.
     """
     options = run.config.rollout
     prompts = run.prompts.next_prompts(options.rollout_batch_size)
-    if not run.config.algorithm.generates:
-        return labelled_rollout(sft_samples(prompts, run.tokenizer))
-    if (made := run.rollouts.find(rollout_id)) is not None:
-        return made
+    with phases("rollout"):
+        if not run.config.algorithm.generates:
+            return labelled_rollout(sft_samples(prompts, run.tokenizer))
+        if (made := run.rollouts.find(rollout_id)) is not None:
+            return made
     sampling = sampling_params(run.config)
 
     def generate() -> Rollout:
@@ -234,8 +235,9 @@ def make_rollout(run: Run, rollout_id: int) -> Rollout:
             rollout_id, prompts, samples_per_prompt=options.n_samples_per_prompt, sampling=sampling
         )
 
-    rollout = on_engines(run, rollout_id, generate)
-    run.rollouts.save(rollout_id, rollout)
+    rollout = on_engines(run, rollout_id, generate, phases)
+    with phases("rollout"):
+        run.rollouts.save(rollout_id, rollout)
     return rollout
 
 
@@ -245,7 +247,7 @@ def train_on(run: Run, rollout_id: int, rollout: Rollout) -> list[dict[str, floa
     return run.trainer.train(rollout_id, shards)
 
 
-def on_engines(run: Run, rollout_id: int, do: Callable[[], T]) -> T:
+def on_engines(run: Run, rollout_id: int, do: Callable[[], T], phases: "Phases") -> T:
     """Do something with engines that serve the weights of rollout `rollout_id`, which is weight version + 1.
 
     An engine that died is replaced, gets these weights like the others, and it is done again. A stop that is asked for
@@ -255,8 +257,10 @@ def on_engines(run: Run, rollout_id: int, do: Callable[[], T]) -> T:
     with run.stopping.abandoning(), run.stopping.watching(run.trainer.stop_signal):
         while True:
             try:
-                sync(run, version=rollout_id + 1)
-                return do()
+                with phases("sync"):
+                    sync(run, version=rollout_id + 1)
+                with phases("rollout"):
+                    return do()
             except DrivetrainError as error:
                 if not run.engines.replace(error):
                     raise
@@ -273,8 +277,11 @@ def sync(run: Run, *, version: int) -> None:
         run.display.synced(run.weights.sync(version))
 
 
-def evaluate(run: Run, rollout_id: int) -> None:
-    """Evaluate the weights that rollout `rollout_id` is made with, and log the result under that id."""
+def evaluate(run: Run, rollout_id: int, phases: "Phases") -> None:
+    """Evaluate the weights that rollout `rollout_id` is made with, and log the result under that id.
+
+    The next rollout finds them on the engines already; what that took is noted in `phases` for it.
+    """
     if not run.clock.may_evaluate():
         run.display.skipped_evaluation(rollout_id, run.clock)
         return
@@ -290,7 +297,9 @@ def evaluate(run: Run, rollout_id: int) -> None:
             evaluation=True,
         )
 
-    result = on_engines(run, rollout_id, generate)
+    own = Phases()
+    result = on_engines(run, rollout_id, generate, own)
+    phases.evaluation_sync = own.seconds["sync"]
     metrics = {f"eval/{name}": value for name, value in result.metrics.items()}
     run.tracker.log(rollout_id, metrics)
     run.display.evaluated(rollout_id, metrics)
@@ -400,17 +409,26 @@ class Divergence:
 
 
 class Phases:
-    """Seconds spent in each named phase of a rollout."""
+    """Seconds spent in each phase of a rollout.
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+    Attributes:
+        seconds: phase -> how long it took, all its turns together.
+        evaluation_sync: what the weight update took that the evaluation after this rollout made for the next one.
+    """
+
+    def __init__(self, *, sync: float = 0.0) -> None:
+        """Begin with nothing but the weight update that the evaluation before this rollout made."""
+        self.seconds = {"rollout": 0.0, "train": 0.0, "sync": sync}
+        self.evaluation_sync = 0.0
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Time the block under `name`."""
         began = time.monotonic()
-        yield
-        self.seconds[name] = time.monotonic() - began
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.monotonic() - began
 
 
 class Pace:
