@@ -79,6 +79,10 @@ def test_a_session_is_private_to_this_user_and_machine_and_leaves_nothing(
         hosts = {one.laddr.ip.removeprefix("::ffff:") for one in listeners()}
         assert hosts == {"127.0.0.1"}
         assert signal.getsignal(signal.SIGTERM) == on_sigterm
+        started = [one for one in psutil.Process().children(recursive=True) if "/ray/" in " ".join(one.cmdline())]
+        assert {"gcs_server", "raylet"} <= {one.name() for one in started}
+        # where a signal to this process's group does not reach them
+        assert os.getpgrp() not in {os.getpgid(one.pid) for one in started}
         with pytest.raises(DrivetrainError, match="already initialised"), ray_session(tmp_path / "other"):
             pass
         raise error

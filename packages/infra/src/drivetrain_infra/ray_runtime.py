@@ -6,6 +6,7 @@ placement.
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import logging
 import os
@@ -342,7 +343,8 @@ def _initialised(arguments: Mapping[str, Any], doing: str, daemons: Daemons | No
     on_sigterm = signal.getsignal(signal.SIGTERM)
     breakpoint_hook = os.environ.get("PYTHONBREAKPOINT")
     try:
-        ray.init(logging_level=logging.ERROR, **arguments)
+        with _daemons_in_their_own_group():
+            ray.init(logging_level=logging.ERROR, **arguments)
     except Exception as error:  # Ray raises bare exceptions too, for example when a node is slow to start
         ray.shutdown()
         raise DrivetrainError(f"could not {doing}: {error}; is the machine overloaded or out of memory?") from error
@@ -364,6 +366,23 @@ def _initialised(arguments: Mapping[str, Any], doing: str, daemons: Daemons | No
             os.environ.pop("PYTHONBREAKPOINT", None)
         else:
             os.environ["PYTHONBREAKPOINT"] = breakpoint_hook
+
+
+@contextlib.contextmanager
+def _daemons_in_their_own_group() -> Iterator[None]:
+    """Start Ray's daemons in process groups of their own.
+
+    A signal to the driver's group, as a shell and a supervisor send it, asks the driver to save: without daemons it
+    could not. Ray (2.60) only keeps SIGINT from them.
+    """
+    from ray._private import services
+
+    starter = services.ConsolePopen
+    services.ConsolePopen = functools.partial(starter, process_group=0)  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        services.ConsolePopen = starter  # type: ignore[misc]
 
 
 def _never_connect_unasked() -> None:

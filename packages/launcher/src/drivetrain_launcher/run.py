@@ -128,7 +128,7 @@ def run_train(request: Request, stopping: Stopping) -> int:
             stages = prepare(request, folder, console, made=made)
         except DataError as error:  # nothing is started yet, which is what the exit code of a ConfigError says
             raise ConfigError(str(error)) from error
-    if request.dry_run:
+    if request.dry_run and not (len(stages) == 1 and _has_nothing_left(stages[0])):
         console.print("everything that can be checked is right; nothing was started")
         return 0
     if len(stages) == 1 and _has_nothing_left(stages[0]):
@@ -320,6 +320,9 @@ def prepare_stage(
         )
     if begin.start < stop:
         require_optimizer(begin)
+    if begin.load is not None and not begin.in_place:
+        what = "the weights alone" if begin.finetune or not begin.start else f"after {begin.start} rollouts"
+        console.print(f"{title}: begins from {begin.load}, {what}", markup=False)
     for note in begin.notes:
         console.print(f"{title}: {note}", markup=False)
     if by_default:

@@ -174,13 +174,11 @@ def _debug_findings(config: DrivetrainConfig) -> list[str]:
     elif replay is not None and config.loop.num_rollout is not None:
         from drivetrain_infra.rollout_files import rollout_file  # needs torch
 
-        files = (rollout_file(Path(replay), one) for one in range(config.loop.num_rollout))
-        last = rollout_file(Path(replay), config.loop.num_rollout - 1)
-        if not last.exists():
-            there = sum(one.exists() for one in files)
+        files = [rollout_file(Path(replay), one) for one in range(config.loop.num_rollout)]
+        if missing := [one.name for one in files if not one.exists()]:
             findings.append(
-                f"--load-debug-rollout-data {replay}: holds {there} of the {config.loop.num_rollout} rollouts of "
-                f"--num-rollout, and not {last.name}; lower it, or make the rest"
+                f"--load-debug-rollout-data {replay}: holds {len(files) - len(missing)} of the {len(files)} rollouts "
+                f"of --num-rollout, and not {missing[0]}; make the rest (--debug-rollout-only), or give another folder"
             )
     if copies is not None and (problem := unwritable("--save-debug-rollout-data", Path(copies))):
         findings.append(problem)
