@@ -196,6 +196,12 @@ class _Driver:
             self._next += 1
             self._entered = {}
 
+    def _arm_second_signal(self) -> None:
+        """Arm what hits the save that a first signal asks for: no phase comes between them."""
+        following = self._blows[self._next] if self._next < len(self._blows) else None
+        if following and following.signal == "SIGTERM" and following.file and self._armed.read() is None:
+            self._arm()
+
     def rewarded(self) -> None:
         if (blow := self._due()) and blow.after is None:
             self._armed.strike(f"{self.where()}, reward")
@@ -226,6 +232,7 @@ class _Driver:
         def strike() -> None:
             time.sleep(seconds)
             self._armed.strike(self.where())
+            self._arm_second_signal()
 
         threading.Thread(target=strike, daemon=True).start()
 
