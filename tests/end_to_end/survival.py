@@ -351,7 +351,7 @@ def require_same_run(run: RunFolder, straight: RunFolder) -> None:
     assert state_of(run).exit_reason == "completed"
     names = {one.name for one in run.root.iterdir() if not one.name.endswith(".log")}
     names -= {one.name for one in map(run.checkpoint, run.checkpoints())}
-    assert names - {"wandb"} == {"config.json", "latest", "metrics.jsonl", "resume_state.json", "rollout_ckpts"}
+    assert names - {"wandb"} == {"config.json", "latest", "lock", "metrics.jsonl", "resume_state.json", "rollout_ckpts"}
     assert [one.name for one in run.rollouts.iterdir() if one.name.startswith(".")] == []
 
 
