@@ -180,7 +180,7 @@ def test_a_reward_that_raises(fail: Callable[..., Failed]) -> None:
     require_first_checkpoint_only(failed.run)
     assert failed.last == (
         f"drivetrain: the newest checkpoint is {failed.run.root}/iter_0000001; to go on from it, run the same command "
-        f"with --load {failed.run.root} --save NEW in place of its own"
+        "again"
     )
     export_run(failed.run.root, failed.folder / "HF", None)
 

@@ -1,4 +1,5 @@
-"""SIGKILL of any process of a run: no other process is left 30 s later, nothing in the temp dir, and one sentence."""
+"""SIGKILL of a process that a run cannot go on without: no other is left 30 s later, nothing in the temp dir, and one
+sentence."""
 
 import os
 import re
@@ -110,7 +111,6 @@ def run(tmp_path: Path, train_words: Callable[..., list[str]]) -> Iterator[Kille
 
 LOST = {
     "ray::TrainWorker": r"train rank 0 died \(process {pid}",
-    "ray::EngineActor": r"engine-0 died \(process {pid}",
     "gcs_server": r"Ray's gcs_server \(process {pid}\) died",
     # its agents may be gone with it; Ray ends a driver that has lost its raylet, perhaps before that can say a word
     "raylet/raylet ": r"Ray's raylet \(process {pid}\) (and .*)?died|driver .* was ended by Ray",
