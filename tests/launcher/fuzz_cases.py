@@ -125,6 +125,12 @@ def _good_text(one: Option) -> SearchStrategy[str]:
         return st.sampled_from(["1", "2", "4", "16", "40", "64"]) | st.integers(0, 10**6).map(str)
     if one.type is float:
         return st.sampled_from(["0", "0.5", "1", "1e-6", "100"])
+    if one.name in ("wall_time_limit", "wall_time_reserve"):
+        return st.sampled_from(["0", "90s", "10m", "1.5h", "7d", "3600"])
+    if one.name == "accept_change":
+        return st.sampled_from(["all", "lr", "versions"])
+    if one.many and one.type is str:
+        return st.sampled_from(["answer", "text"])
     return st.sampled_from(["question", "answer", "a b", "text"])
 
 
@@ -135,6 +141,8 @@ _strange_text = st.sampled_from(_STRANGE) | st.sampled_from(_PATHS) | st.text(ma
 def _flag_words(draw: DrawFn, *, strange: bool) -> list[str]:
     """Draw a flag with its values: a real one, or with `strange` perhaps not."""
     one = draw(st.sampled_from(_OPTIONS))
+    if one.acts_with is not None and not strange and draw(st.booleans()):  # alone it is refused, more often than not
+        one = next(other for other in _OPTIONS if other.name == one.acts_with)
     flag = draw(st.sampled_from(flags_of(one)))
     text = _good_text(one)
     if not strange:
